@@ -1,0 +1,335 @@
+"""The configuration: one frozen section per concern, a sentence under every field.
+
+Names are those of transformers, TRL and peft wherever they have one. A default stands at its field
+and nowhere else; a section that is null is a feature that is off.
+"""
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from rayrm.config.fields import (
+    Arguments,
+    Name,
+    NoBool,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Text,
+    WholeAsText,
+)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, field docstrings become descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+    )
+
+    def differs_from_default(self, field: str) -> bool:
+        """Whether the field holds something else than its default."""
+        return getattr(self, field) != type(self).model_fields[field].default
+
+
+class RunSection(Section):
+    """Where the run lives and how it starts."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"), WholeAsText] = (
+        "reward-model"
+    )
+    """Name of the run and of its folder under output_dir (letters, digits, '.', '_' and '-')."""
+    output_dir: Name = "outputs"
+    """Folder that holds runs: a local path, or a URL that pyarrow opens (s3://, gs://)."""
+    seed: Annotated[int, Field(ge=0, lt=2**31), NoBool] = 42
+    """Seed of the new head, the adapters and the order of the rows."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto goes on with an unfinished run of this name and equal config; never refuses to; must
+    refuses to start anew."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters, as peft.LoraConfig names them; the head is always trained and saved."""
+
+    r: PositiveInt = 16
+    """Rank of the adapters."""
+    lora_alpha: PositiveFloat = 32
+    """Scale of the adapters: they are multiplied by lora_alpha / r."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1), NoBool] = 0.0
+    """Dropout before each adapter; kept also when model.disable_dropout is true."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names (or a regular expression) of the layers that get an adapter; all-linear spares the
+    head."""
+    modules_to_save: tuple[str, ...] = ()
+    """Further modules trained in full and saved with the adapter; the head is always among them."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead (rank-stabilised LoRA)."""
+    use_dora: bool = False
+    """Train magnitude and direction apart (DoRA)."""
+
+
+class ModelSection(Section):
+    """The backbone, its tokenizer and what is trained of it."""
+
+    name_or_path: Name = "quickstart"
+    """A folder or hub name of a model, or 'quickstart': a tiny decoder made from scratch."""
+    revision: Text = "main"
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in forward and backward; master weights, head and loss are float32."""
+    attn_implementation: str | None = None
+    """Attention of transformers (sdpa, eager, flash_attention_2); null lets transformers choose."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a hub model."""
+    chat_template_path: str | None = None
+    """A Jinja file, or a tokenizer folder, whose chat template is used and saved."""
+    eos_token: str | None = None
+    """Token that ends plain text; null takes the tokenizer's."""
+    pad_token: str | None = None
+    """Padding token of the saved model; null takes the tokenizer's, or another that never ends a
+    text where that is also the EOS token."""
+    disable_dropout: bool = True
+    """Switch the backbone's dropout off, so that both sides of a pair see one model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+    model_init_kwargs: Arguments = {}
+    """Further keyword arguments of from_pretrained."""
+    lora: LoraSection | None = None
+    """Adapters to train instead of all weights; null trains every weight."""
+
+
+class Source(Section):
+    """One place that rows come from."""
+
+    path: Name
+    """A file, folder, glob or URL of jsonl, json or parquet (also .gz), 'hub:NAME', or
+    'quickstart:train' and 'quickstart:eval' (generated pairs)."""
+    split: Text | None = None
+    """Split of a hub data set (default: train)."""
+    name: Text | None = None
+    """Configuration of a hub data set."""
+    limit: PositiveInt | None = None
+    """Use at most this many rows, from the start."""
+
+    @model_validator(mode="after")
+    def _hub_only_fields(self) -> "Source":
+        for field in ("split", "name"):
+            if getattr(self, field) is not None and not self.path.startswith("hub:"):
+                raise ValueError(f"{field} applies to 'hub:NAME' sources only; remove it")
+        return self
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, str | Source) or (isinstance(value, dict) and "path" in value)
+
+
+def _as_source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _as_sources(value: Any) -> Any:
+    return cast(Any, value) if isinstance(value, list | tuple) else (value,)
+
+
+def _as_named_sources(value: Any) -> Any:
+    if value is None:
+        return {}
+    return {"": value} if _is_source(value) else value
+
+
+AnySource = Annotated[Source, BeforeValidator(_as_source, json_schema_input_type=str | Source)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")]
+
+
+class DataSection(Section):
+    """Preference pairs for training and evaluation, and what makes a row fit."""
+
+    train: Annotated[
+        tuple[AnySource, ...],
+        BeforeValidator(_as_sources, json_schema_input_type=AnySource | tuple[AnySource, ...]),
+    ] = (Source(path="quickstart:train"),)
+    """A source or a list of sources; [] when fit() is handed the data set."""
+    eval: Annotated[
+        dict[SetName, AnySource],
+        BeforeValidator(
+            _as_named_sources, json_schema_input_type=AnySource | dict[SetName, AnySource] | None
+        ),
+    ] = {}
+    """A source, or a mapping from set names to sources (metrics are then eval_<set>_accuracy)."""
+    max_length: Annotated[int, Field(ge=2), NoBool] = 1024
+    """Most tokens of prompt and reply together; a longer pair is dropped and counted, never cut."""
+    columns: dict[str, str] = {}
+    """Standard column name (prompt, chosen, rejected, margin, tools ...) to the name in your
+    data."""
+    on_bad_row: Literal["drop", "stop"] = "drop"
+    """drop counts and keeps aside rows that cannot be used; stop ends the run at the first."""
+    num_blocks: PositiveInt | None = None
+    """Cut the rows into this many blocks before tokenizing; null streams blocks of fixed size."""
+    shuffle: bool = True
+    """Draw a new order each epoch from seed and epoch; false keeps the order of the files."""
+    shuffle_buffer_size: PositiveInt = 65_536
+    """Source rows that are shuffled among each other; a larger file is shuffled in such windows."""
+
+    @model_validator(mode="after")
+    def _buffer_needs_shuffle(self) -> "DataSection":
+        if not self.shuffle and self.differs_from_default("shuffle_buffer_size"):
+            raise ValueError("shuffle_buffer_size has no effect with shuffle: false; remove one")
+        return self
+
+
+class LossSection(Section):
+    """What is minimised."""
+
+    objective: Literal["bradley_terry"] = "bradley_terry"
+    """Negative log-likelihood that chosen wins: -log sigmoid(chosen - rejected - margin)."""
+    center_rewards_coefficient: NonNegativeFloat | None = None
+    """Weight of (chosen + rejected)^2, which keeps rewards near zero; null leaves it out."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NoBool] = 0.0
+    """Probability that a label is taken to be the wrong way round."""
+
+
+class TrainSection(Section):
+    """The optimizer and the rhythm of the run."""
+
+    batch_size: PositiveInt = 32
+    """Pairs an optimizer step, over all workers; it does not change with their number."""
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    """Most tokens that one forward computes on one worker; a single pair may exceed it."""
+    num_train_epochs: PositiveFloat = 1.0
+    """Passes over the training pairs, when max_steps is -1."""
+    max_steps: Annotated[int, Field(ge=-1), NoBool] = -1
+    """Optimizer steps to run; -1 means by epochs."""
+    learning_rate: PositiveFloat = 1e-4
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"
+    ] = "linear"
+    """Shape of the learning rate after warm-up, as transformers names it."""
+    lr_scheduler_kwargs: Arguments = {}
+    """Further arguments of that schedule, such as min_lr_rate."""
+    warmup_ratio: Share = 0.0
+    """Share of all steps in which the learning rate rises from zero."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices; biases and norms are spared."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip the global gradient norm to this; 0 does not clip."""
+    logging_steps: PositiveInt = 10
+    """Write a metrics line every so many steps."""
+    eval_steps: PositiveInt | None = None
+    """Evaluate every so many steps; null evaluates once, at the end."""
+    save_steps: PositiveInt | None = 500
+    """Write a checkpoint every so many steps; null writes none but those of the best model."""
+    save_total_limit: PositiveInt = 2
+    """Checkpoints to keep; the best one is among them when there is a metric_for_best_model."""
+    metric_for_best_model: str | None = None
+    """Evaluation metric (eval_loss, eval_accuracy, eval_<set>_accuracy ...) whose best checkpoint
+    is exported; null exports the last."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after this many evaluations without a better metric_for_best_model."""
+
+    @model_validator(mode="after")
+    def _settings_have_effect(self) -> "TrainSection":
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0: give a number of steps, or -1 for whole epochs")
+        if self.max_steps > 0 and self.differs_from_default("num_train_epochs"):
+            raise ValueError("num_train_epochs has no effect with max_steps set; remove one")
+        if self.early_stopping_patience is not None and self.metric_for_best_model is None:
+            raise ValueError("early_stopping_patience needs metric_for_best_model")
+        if self.lr_scheduler_type == "constant" and self.warmup_ratio > 0:
+            raise ValueError(
+                "warmup_ratio has no effect with lr_scheduler_type: constant; "
+                "use constant_with_warmup"
+            )
+        return self
+
+
+class ZeroSection(Section):
+    """How DeepSpeed partitions the training state over the workers."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], NoBool] = 3
+    """0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    offload_optimizer: Literal["cpu"] | None = None
+    """Keep optimizer states in host memory."""
+    offload_param: Literal["cpu"] | None = None
+    """Keep parameters in host memory (stage 3)."""
+    extra: Arguments = {}
+    """A DeepSpeed dict laid over the built one, key by key."""
+
+    @model_validator(mode="after")
+    def _offload_needs_stage(self) -> "ZeroSection":
+        if self.offload_param and self.stage != 3:
+            raise ValueError("offload_param needs stage: 3")
+        if self.offload_optimizer and self.stage == 0:
+            raise ValueError("offload_optimizer needs stage: 1, 2 or 3")
+        return self
+
+
+class ScalingSection(Section):
+    """Workers and what each may use."""
+
+    num_workers: PositiveInt = 1
+    """Training workers; one GPU each where GPUs are used."""
+    use_gpu: Literal["auto"] | bool = "auto"
+    """auto takes GPUs if the cluster has enough of them."""
+    resources_per_worker: dict[str, NonNegativeFloat] | None = None
+    """Ray resources of one worker, such as {CPU: 4, GPU: 1}; null asks for what fits."""
+    max_failures: Annotated[int, Field(ge=0), NoBool] = 3
+    """Restarts from the last checkpoint after a lost worker before the run fails."""
+
+
+class WandbSection(Section):
+    """One Weights & Biases run, written by the first worker."""
+
+    project: Name = "rayrm"
+    """Project of the run."""
+    entity: Text | None = None
+    """User or team; null takes the account's default."""
+    group: Text | None = None
+    """Group of the run."""
+    tags: tuple[Text, ...] = ()
+    """Tags of the run."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """auto is online where WANDB_API_KEY or a login is present, else offline."""
+
+
+class TrackingSection(Section):
+    """Where metrics go; metrics.jsonl is always written."""
+
+    wandb: WandbSection | None = WandbSection()
+    """Weights & Biases, or null."""
+
+
+class RunConfig(Section):
+    """Everything a run needs to know."""
+
+    run: RunSection = RunSection()
+    """Where the run lives and how it starts."""
+    model: ModelSection = ModelSection()
+    """The backbone, its tokenizer and what is trained of it."""
+    data: DataSection = DataSection()
+    """Preference pairs for training and evaluation."""
+    loss: LossSection = LossSection()
+    """What is minimised."""
+    train: TrainSection = TrainSection()
+    """The optimizer and the rhythm of the run."""
+    zero: ZeroSection = ZeroSection()
+    """How DeepSpeed partitions the training state."""
+    scaling: ScalingSection = ScalingSection()
+    """Workers and what each may use."""
+    tracking: TrackingSection = TrackingSection()
+    """Where metrics go."""
+
+    @model_validator(mode="after")
+    def _master_weights_need_zero(self) -> "RunConfig":
+        if self.zero.stage == 0 and self.model.dtype == "bfloat16":
+            raise ValueError(
+                "zero.stage: DeepSpeed keeps no float32 master weights at stage 0; use stage: 1 to "
+                "3, or model.dtype: float32"
+            )
+        return self

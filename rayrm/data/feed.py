@@ -1,0 +1,210 @@
+"""From a stream of tokenized rows to optimizer steps, dealt out to the ranks.
+
+One actor a data set draws the epoch's order, cuts it into steps of ``batch_size`` pairs and shares
+each step out, so that a step holds the same pairs for any number of workers, no pair is dropped to
+make shards equal, and every rank knows how many forwards the others run.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+import ray.data
+import ray.train
+
+from rayrm.data.packing import MicroBatches, plan_step
+from rayrm.data.pipeline import pairs_of
+from rayrm.data.tokenize import TokenizedPair
+
+_COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
+            "chosen_length", "rejected_length"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FeedPlan:
+    """How a data set becomes steps."""
+
+    batch_size: int
+    """Pairs a step, over all ranks."""
+    max_tokens: int
+    """Most slots of one forward."""
+    seed: int | None = None
+    """Seed of the order; null keeps the order of the sources."""
+    buffer_size: int = 1
+    """Source rows that are shuffled among each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """One rank's part of one step."""
+
+    pairs: list[TokenizedPair]
+    micro_batches: MicroBatches
+    """Positions into ``pairs``, as many lists on every rank."""
+    num_pairs: int
+    """Pairs of the step over all ranks."""
+    row_ids: list[tuple[int, int]]
+    """File number and row of each of ``pairs``."""
+
+
+def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Iterator[pa.Table]:
+    """Yield the steps of an epoch: tables of ``batch_size`` kept rows, the last one shorter.
+
+    The order depends on seed, epoch and the rows' places alone. It is drawn within windows of
+    ``buffer_size`` source rows: those whose kept rows go together through the shuffle.
+    """
+    waiting: list[pa.Table] = []
+    num_waiting = 0
+    for window in _windows(tables, plan):
+        kept = window.filter(pc.is_null(window["reason"])).select(_COLUMNS)
+        if plan.seed is not None:
+            kept = kept.take(np.argsort(_keys(kept, plan.seed, epoch), kind="stable"))
+        waiting.append(kept)
+        num_waiting += kept.num_rows
+        if num_waiting >= plan.batch_size:
+            rows = pa.concat_tables(waiting)
+            end = num_waiting - num_waiting % plan.batch_size
+            for start in range(0, end, plan.batch_size):
+                yield rows.slice(start, plan.batch_size)
+            waiting, num_waiting = [rows.slice(end)], num_waiting - end
+    if num_waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _windows(tables: Iterable[pa.Table], plan: FeedPlan) -> Iterator[pa.Table]:
+    if plan.seed is None:
+        yield from (table for table in tables if table.num_rows)
+        return
+    held: list[pa.Table] = []
+    num_held = 0
+    for table in tables:
+        while table.num_rows:
+            part = table.slice(0, plan.buffer_size - num_held)
+            table = table.slice(part.num_rows)
+            held.append(part)
+            num_held += part.num_rows
+            if num_held == plan.buffer_size:
+                yield pa.concat_tables(held).combine_chunks()
+                held, num_held = [], 0
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _keys(table: pa.Table, seed: int, epoch: int) -> np.ndarray:
+    """Return a pseudo-random uint64 a row (splitmix64, Steele et al. 2014), without state."""
+    file, row = (table[name].to_numpy().astype(np.uint64) for name in ("file", "row"))
+    keys = np.full(table.num_rows, seed, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for word in (np.uint64(epoch), file, row):
+            keys = (keys ^ word) + np.uint64(0x9E3779B97F4A7C15)
+            keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            keys ^= keys >> np.uint64(31)
+    return keys
+
+
+class Feeder:
+    """The actor: cuts steps ahead of the ranks and hands each its share.
+
+    Ranks ask for (epoch, step), so that a restarted worker group simply asks for the step it needs.
+    """
+
+    def __init__(self, dataset: ray.data.Dataset, plan: FeedPlan, num_ranks: int) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._num_ranks = num_ranks
+        self._epoch = -1
+        self._steps: Iterator[pa.Table] = iter(())
+        self._next_step = 0
+        self._num_steps: dict[int, int] = {}
+        self._shares: dict[tuple[int, int], tuple[pa.Table, MicroBatches, int]] = {}
+
+    def share(
+        self, rank: int, epoch: int, step: int
+    ) -> tuple[pa.Table, MicroBatches, int] | None:
+        """Return a rank's rows, its micro-batches and the step's pairs; None after the last step."""
+        if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
+            return None
+        if epoch != self._epoch or (step < self._next_step and (rank, step) not in self._shares):
+            self._start(epoch)
+        while self._next_step <= step:
+            table = next(self._steps, None)
+            if table is None:
+                self._num_steps[epoch] = self._next_step
+                return None
+            if self._next_step == step:  # earlier ones are steps that a resumed run has taken
+                self._deal(table, step)
+            self._next_step += 1
+        return self._shares.pop((rank, step))
+
+    def _start(self, epoch: int) -> None:
+        tables = self._dataset.iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=2
+        )
+        self._steps = steps_of(tables, self._plan, epoch=epoch)
+        self._epoch, self._next_step, self._shares = epoch, 0, {}
+
+    def _deal(self, table: pa.Table, step: int) -> None:
+        lengths = pc.max_element_wise(table["chosen_length"], table["rejected_length"]).to_pylist()
+        plan = plan_step(lengths, num_ranks=self._num_ranks, max_tokens=self._plan.max_tokens)
+        for rank, micro_batches in enumerate(plan):
+            mine = [position for micro_batch in micro_batches for position in micro_batch]
+            place = {position: index for index, position in enumerate(mine)}
+            rows = table.take(pa.array(mine, pa.int64()))
+            local = [[place[position] for position in part] for part in micro_batches]
+            self._shares[rank, step] = (rows, local, table.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedShard:
+    """One rank's end of a feeder: what ``ray.train.get_dataset_shard`` returns in a worker."""
+
+    feeder: Any
+    rank: int
+
+    def steps(self, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
+        """Yield this rank's shares of an epoch's steps, the next one fetched ahead."""
+        step = start
+        coming = self.feeder.share.remote(self.rank, epoch, step)
+        while (share := ray.get(coming)) is not None:
+            step += 1
+            coming = self.feeder.share.remote(self.rank, epoch, step)
+            table, micro_batches, num_pairs = share
+            row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
+            yield StepShare(pairs_of(table), micro_batches, num_pairs, row_ids)
+
+
+class FeedConfig(ray.train.DataConfig):
+    """Gives every worker a ``FeedShard`` of each data set.
+
+    Ray's own split makes shards of equal size by dropping rows, and which rows a rank gets depends
+    on block boundaries.
+    """
+
+    def __init__(self, plans: dict[str, FeedPlan]) -> None:
+        super().__init__()
+        self._plans = plans
+
+    def configure(
+        self,
+        datasets: dict[str, ray.data.Dataset],
+        world_size: int,
+        worker_handles: list[Any] | None,
+        worker_node_ids: list[str] | None,
+        **kwargs: Any,
+    ) -> list[dict[str, Any]]:
+        """Start a feeder for each data set and return its ends, a dict a rank."""
+        del worker_handles, worker_node_ids, kwargs
+        actor = ray.remote(num_cpus=0)(Feeder)
+        feeders = {
+            name: actor.remote(dataset, self._plans[name], world_size)
+            for name, dataset in datasets.items()
+        }
+        return [
+            {name: FeedShard(feeder, rank) for name, feeder in feeders.items()}
+            for rank in range(world_size)
+        ]

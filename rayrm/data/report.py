@@ -1,0 +1,114 @@
+"""The account of every row: read, kept, or dropped for a counted reason."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+MAX_KEPT_ROWS = 1_000
+"""Dropped rows of one source that are kept with their text; all are counted."""
+
+
+@dataclass
+class SourceReport:
+    """What became of the rows of one source."""
+
+    rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    negative_margins: int = 0
+    tokens: int = 0
+    shared_tokens: int = 0
+    longest: int = 0
+    kept_rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def pairs(self) -> int:
+        """Rows that are trained or evaluated on."""
+        return self.rows - self.dropped.total()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as plain data."""
+        pairs = self.pairs
+        return {
+            "rows": self.rows,
+            "pairs": pairs,
+            "dropped": dict(sorted(self.dropped.items())),
+            "dropped_rows_kept": len(self.kept_rows),
+            "negative_margins": self.negative_margins,
+            "tokens": {
+                "total": self.tokens,
+                "mean_per_side": self.tokens / (2 * pairs) if pairs else 0.0,
+                "longest_side": self.longest,
+            },
+            "shared_prompt_share": self.shared_tokens / self.tokens if self.tokens else 0.0,
+        }
+
+
+class DataReport:
+    """Adds up tokenized tables (columns of ``rayrm.data.pipeline.PAIR_SCHEMA``) by source."""
+
+    def __init__(self, sources: list[str], paths: list[str]) -> None:
+        """``sources`` and ``paths`` name the label and the place of each file number."""
+        self._labels = sources
+        self._paths = paths
+        self.sources = {label: SourceReport() for label in sources}
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of one table."""
+        for number in pc.unique(table["file"]).to_pylist():
+            rows = table.filter(pc.equal(table["file"], number))
+            report = self.sources[self._labels[number]]
+            report.rows += rows.num_rows
+            self._count_kept(report, rows.filter(pc.is_null(rows["reason"])))
+            self._keep_dropped(report, rows.filter(pc.is_valid(rows["reason"])), number)
+
+    def _count_kept(self, report: SourceReport, kept: pa.Table) -> None:
+        if kept.num_rows == 0:
+            return
+        chosen, rejected = kept["chosen_length"], kept["rejected_length"]
+        report.tokens += pc.sum(chosen).as_py() + pc.sum(rejected).as_py()
+        report.shared_tokens += pc.sum(kept["prompt_length"]).as_py()
+        report.longest = max(report.longest, pc.max(chosen).as_py(), pc.max(rejected).as_py())
+        report.negative_margins += pc.sum(pc.less(kept["margin"], 0)).as_py()
+
+    def _keep_dropped(self, report: SourceReport, dropped: pa.Table, number: int) -> None:
+        if dropped.num_rows == 0:
+            return
+        for row in dropped.select(["row", "reason", "detail", "raw"]).to_pylist():
+            report.dropped[row["reason"]] += 1
+            if len(report.kept_rows) < MAX_KEPT_ROWS:
+                report.kept_rows.append(
+                    {
+                        "source": self._paths[number],
+                        "row": row["row"],
+                        "reason": row["reason"],
+                        "detail": row["detail"],
+                        "raw": row["raw"].decode("utf-8", "replace"),
+                    }
+                )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows read from all sources."""
+        return sum(report.rows for report in self.sources.values())
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs kept from all sources."""
+        return sum(report.pairs for report in self.sources.values())
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows dropped from all sources, by reason."""
+        return sum((report.dropped for report in self.sources.values()), Counter())
+
+    def first_dropped(self) -> dict[str, Any] | None:
+        """Return the first dropped row that was kept, with its reason."""
+        rows = (row for report in self.sources.values() for row in report.kept_rows)
+        return next(rows, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account of each source as plain data."""
+        return {label: report.as_dict() for label, report in self.sources.items()}

@@ -1,0 +1,291 @@
+"""Where rows come from: files of three kinds, the hub, data sets handed over, generated pairs.
+
+Whatever the place, a row leaves here as the JSON text it is (``raw``) with the number of its file and
+its place in it. Parsing happens later and row by row, so one broken line costs one line.
+"""
+
+import fnmatch
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import ray.data
+
+from rayrm.config.schema import Source
+from rayrm.data.synthetic import generate_pairs
+from rayrm.errors import ConfigError, DataError
+
+Kind = Literal["lines", "json", "parquet", "generated", "handed"]
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet",
+}  # fmt: skip
+_COMPRESSIONS = (".gz", ".bz2", ".zst")
+_ROWS_A_CHUNK = 256
+_BLOCK_BYTES = 1 << 20
+"""Raw rows travel in blocks of about this size: small enough to tokenize one file in parallel."""
+
+RAW_SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("raw", pa.binary())])
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """One place with numbered rows; a source is one or more of them."""
+
+    source: str
+    """Label of the source in reports, unique within a run."""
+    path: str
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class RawRows:
+    """Rows as they stand in their sources: a lazy Ray data set of ``RAW_SCHEMA``."""
+
+    files: tuple[RowFile, ...]
+    dataset: ray.data.Dataset
+
+
+def open_sources(sources: Iterable[tuple[str, Source]], *, field: str) -> RawRows:
+    """Open labelled sources in order; nothing is read yet but file listings.
+
+    Raises:
+        ConfigError: a path, glob or data set does not exist or is of no known kind; ``field`` names
+            the setting in the message.
+    """
+    files: list[RowFile] = []
+    datasets: list[ray.data.Dataset] = []
+    for label, source in sources:
+        if source.path.startswith("hub:"):
+            opened = hand_over(_load_from_hub(source, field), label=label, first_file=len(files))
+            own_files, dataset = list(opened.files), opened.dataset
+        else:
+            own_files = _list_files(source.path, label, field)
+            dataset = _read_files(own_files, first_file=len(files))
+        datasets.append(dataset if source.limit is None else dataset.limit(source.limit))
+        files += own_files
+    first, *others = datasets
+    return RawRows(tuple(files), first.union(*others) if others else first)
+
+
+def hand_over(rows: Any, *, label: str, first_file: int = 0) -> RawRows:
+    """Take a ``ray.data.Dataset``, a ``datasets.Dataset`` or a list of rows as a source.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    files = (RowFile(label, label, "handed"),)
+    if isinstance(rows, list | tuple):
+        texts = [_to_json(row) for row in rows]
+        table = _raw_table(first_file, range(len(texts)), texts)
+        return RawRows(files, _small_blocks(ray.data.from_arrow(table)))
+    if not isinstance(rows, ray.data.Dataset):
+        import datasets
+
+        if not isinstance(rows, datasets.Dataset):
+            raise ConfigError(
+                f"datasets: {label!r} is a {type(rows).__module__}.{type(rows).__name__}; hand over "
+                "a ray.data.Dataset, a datasets.Dataset or a list of rows"
+            )
+        rows = ray.data.from_huggingface(rows)
+    # Ray data sets have no row numbers: freeze the order, then number the rows in it.
+    frozen = _in_order(rows).materialize()
+    numbers = ray.data.range(frozen.count()).rename_columns({"id": "__rayrm_row__"})
+    numbered = numbers.zip(frozen).map_batches(
+        partial(_numbered_to_raw, file=first_file), batch_format="pyarrow", batch_size=_ROWS_A_CHUNK
+    )
+    return RawRows(files, _in_order(numbered))
+
+
+def _load_from_hub(source: Source, field: str) -> Any:
+    import datasets
+
+    name = source.path.removeprefix("hub:")
+    try:
+        return datasets.load_dataset(name, source.name, split=source.split or "train")
+    except Exception as error:  # the library raises whatever its transport does
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{field}: cannot load hub data set {name!r} ({first_line})") from error
+
+
+def _list_files(path: str, label: str, field: str) -> list[RowFile]:
+    scheme, _, split = path.partition(":")
+    if scheme == "quickstart":
+        if split not in ("train", "eval"):
+            raise ConfigError(f"{field}: {path!r}: write quickstart:train or quickstart:eval")
+        return [RowFile(label, path, "generated")]
+    paths = _expand(path)
+    if not paths:
+        raise ConfigError(f"{field}: no such file, folder or match: {path}")
+    files = []
+    for place in paths:
+        kind = _kind_of(place)
+        if kind is None:
+            raise ConfigError(
+                f"{field}: {place}: unknown kind of file; rows are read from .jsonl, .json and "
+                ".parquet (also .gz)"
+            )
+        files.append(RowFile(label, place, kind))
+    return files
+
+
+def _kind_of(path: str) -> Kind | None:
+    stem, suffix = os.path.splitext(path.lower())
+    if suffix in _COMPRESSIONS:
+        suffix = os.path.splitext(stem)[1]
+    return _KINDS.get(suffix)
+
+
+def _expand(path: str) -> list[str]:
+    """Return the files that a path, folder, glob or URL stands for, sorted."""
+    if "://" not in path:
+        if os.path.isdir(path):
+            found = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
+            return sorted(os.path.abspath(p) for p in found if os.path.isfile(p) and _kind_of(p))
+        found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+        return sorted(os.path.abspath(p) for p in found if os.path.isfile(p))
+    filesystem, inner = pafs.FileSystem.from_uri(path.split("*")[0])
+    prefix = path[: len(path.split("*")[0])].removesuffix(inner)
+    info = filesystem.get_file_info(inner)
+    if info.type == pafs.FileType.File:
+        return [path]
+    base = inner if info.type == pafs.FileType.Directory else os.path.dirname(inner)
+    selector = pafs.FileSelector(base, recursive=True, allow_not_found=True)
+    pattern = path.removeprefix(prefix)
+    return sorted(
+        prefix + entry.path
+        for entry in filesystem.get_file_info(selector)
+        if entry.type == pafs.FileType.File
+        and (fnmatch.fnmatch(entry.path, pattern) if "*" in path else _kind_of(entry.path))
+    )
+
+
+def _read_files(files: list[RowFile], *, first_file: int) -> ray.data.Dataset:
+    numbers = ray.data.from_items(
+        [{"file": first_file + i} for i in range(len(files))], override_num_blocks=len(files)
+    )
+    read = partial(_read_numbered, files=files, first_file=first_file)
+    # a fraction of a CPU keeps Ray from fusing this with tokenizing, which runs wider
+    dataset = numbers.map_batches(read, batch_size=1, batch_format="numpy", num_cpus=0.25)
+    return _small_blocks(dataset)
+
+
+def _small_blocks(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    dataset = _in_order(dataset)
+    dataset.context.target_max_block_size = _BLOCK_BYTES
+    return dataset
+
+
+def _in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    dataset.context.execution_options.preserve_order = True
+    return dataset
+
+
+def _read_numbered(
+    batch: dict[str, Any], *, files: list[RowFile], first_file: int
+) -> Iterator[pa.Table]:
+    (number,) = batch["file"].tolist()
+    file = files[number - first_file]
+    rows: list[int] = []
+    texts: list[bytes] = []
+    for row, text in read_rows(file):
+        rows.append(row)
+        texts.append(text)
+        if len(rows) == _ROWS_A_CHUNK:
+            yield _raw_table(number, rows, texts)
+            rows, texts = [], []
+    yield _raw_table(number, rows, texts)
+
+
+def read_rows(file: RowFile) -> Iterator[tuple[int, bytes]]:
+    """Yield each row of a file with its number, from 0; blank lines count but are no rows.
+
+    Raises:
+        DataError: the file as a whole cannot be read.
+    """
+    try:
+        if file.kind == "generated":
+            split = file.path.removeprefix("quickstart:")
+            for row, pair in enumerate(generate_pairs("train" if split == "train" else "eval")):
+                yield row, _to_json(pair)
+        elif file.kind == "parquet":
+            yield from _read_parquet(file.path)
+        elif file.kind == "json":
+            yield from _read_json(file.path)
+        else:
+            yield from _read_lines(file.path)
+    except (OSError, EOFError, pa.ArrowInvalid) as error:
+        raise DataError(f"{file.path}: cannot be read ({error})") from error
+
+
+def _open(path: str) -> Any:
+    if "://" in path:
+        filesystem, inner = pafs.FileSystem.from_uri(path)
+    else:
+        filesystem, inner = pafs.LocalFileSystem(), path
+    return filesystem, inner
+
+
+def _read_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    filesystem, inner = _open(path)
+    with filesystem.open_input_stream(inner, compression="detect") as stream:
+        rest, number = b"", 0
+        while chunk := stream.read(1 << 20):
+            # rows end at \n only: U+2028 and the like are part of a text
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield from _line(number, line)
+                number += 1
+        yield from _line(number, rest)
+
+
+def _line(number: int, line: bytes) -> Iterator[tuple[int, bytes]]:
+    line = (line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line).strip(b" \t\r")
+    if line:
+        yield number, line
+
+
+def _read_json(path: str) -> Iterator[tuple[int, bytes]]:
+    filesystem, inner = _open(path)
+    with filesystem.open_input_stream(inner, compression="detect") as stream:
+        text = stream.read().removeprefix(b"\xef\xbb\xbf")
+    if not text.lstrip().startswith(b"["):
+        yield from _read_lines(path)  # many .json files hold a row a line
+        return
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not a JSON list of rows ({error})") from error
+    for number, row in enumerate(rows):
+        yield number, _to_json(row)
+
+
+def _read_parquet(path: str) -> Iterator[tuple[int, bytes]]:
+    filesystem, inner = _open(path)
+    number = 0
+    with filesystem.open_input_file(inner) as stream:
+        for batch in pq.ParquetFile(stream).iter_batches(batch_size=_ROWS_A_CHUNK):
+            for row in batch.to_pylist():
+                yield number, _to_json(row)
+                number += 1
+
+
+def _numbered_to_raw(table: pa.Table, *, file: int) -> pa.Table:
+    numbers = table["__rayrm_row__"].to_pylist()
+    rows = table.drop_columns(["__rayrm_row__"]).to_pylist()
+    return _raw_table(file, numbers, [_to_json(row) for row in rows])
+
+
+def _to_json(row: Any) -> bytes:
+    return json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+
+
+def _raw_table(file: int, rows: Iterable[int], texts: list[bytes]) -> pa.Table:
+    rows = list(rows)
+    return pa.table([[file] * len(rows), rows, texts], schema=RAW_SCHEMA)

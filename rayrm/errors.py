@@ -1,0 +1,23 @@
+"""What rayrm raises when the user can do something about it.
+
+RayrmError
+├── ConfigError       the configuration or the command is wrong (exit status 2)
+├── DataError         the rows cannot be trained on (exit status 1)
+└── CheckpointError   a checkpoint or an exported model cannot be trusted (exit status 1)
+"""
+
+
+class RayrmError(Exception):
+    """Base of every error that rayrm raises on purpose; its text names the place and the remedy."""
+
+
+class ConfigError(RayrmError):
+    """The configuration or the command line is wrong; nothing was started."""
+
+
+class DataError(RayrmError):
+    """The data cannot be read or holds nothing to train on."""
+
+
+class CheckpointError(RayrmError):
+    """A checkpoint or a saved model is incomplete, foreign, or does not score as the trained one."""

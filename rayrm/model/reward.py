@@ -1,0 +1,207 @@
+"""A pretrained backbone with a scalar head: one reward at the last token of each text."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rayrm.config.schema import ModelSection
+from rayrm.errors import ConfigError
+from rayrm.model.adapters import add_lora
+from rayrm.model.tokenizer import resolve_name_or_path
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+"""Opens a context in which partitioned parameters are whole, and in which rank 0 may write them."""
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that multiplies in float32, whatever its weights are stored in.
+
+    Near 20 bfloat16 rewards lie on a grid of 0.125, and pairs tie that should not.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``[..., in]`` to float32 ``[..., out]``."""
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(input.float(), self.weight.float(), bias)
+
+
+class RewardModel(nn.Module):
+    """Scores packed texts with a one-label sequence classifier (or its PEFT wrapper)."""
+
+    def __init__(self, classifier: nn.Module, *, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+        # views into `classifier`: kept out of the module tree, so that no weight is listed twice
+        self._views = (backbone, head)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, last_token: Tensor) -> Tensor:
+        """Return float32 rewards ``[texts]``.
+
+        Args:
+            input_ids: ``[rows, tokens]``.
+            attention_mask: ``[rows, tokens]``, 1 at real tokens.
+            last_token: flat position in ``rows * tokens`` of each text's last real token
+                ``[texts]``; located by length, since any id may occur in a text.
+        """
+        backbone, head = self._views
+        hidden = backbone(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        last_hidden = hidden.flatten(0, 1).index_select(0, last_token)
+        return head(last_hidden).squeeze(-1)
+
+
+class EncoderRewardModel(nn.Module):
+    """Scores padded texts with a bidirectional encoder, pooled as its own classifier pools."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, last_token: Tensor) -> Tensor:
+        """Return float32 rewards ``[texts]``; arguments as in ``RewardModel.forward``."""
+        logits = self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits.float().squeeze(-1)[: last_token.numel()]
+
+
+def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Load the backbone's configuration as that of a one-label classifier with this padding.
+
+    Raises:
+        ConfigError: the folder cannot be read, or is a classifier with several labels.
+    """
+    path = resolve_name_or_path(model)
+    options: dict[str, Any] = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"model.name_or_path: cannot load {model.name_or_path!r} ({first_line})"
+        ) from error
+    architectures = config.architectures or []
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+    if is_classifier and config.num_labels != 1:
+        raise ConfigError(
+            f"model.name_or_path: {model.name_or_path} is a classifier with {config.num_labels} "
+            "labels; a reward model has one: start from its backbone, or from a one-label model"
+        )
+    config.num_labels = 1
+    config.pad_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
+    if tokenizer.eos_token_id is not None:
+        config.eos_token_id = tokenizer.eos_token_id
+    if model.disable_dropout:
+        for name, value in config.to_dict().items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "drop"))):
+                setattr(config, name, 0.0)
+    return config
+
+
+def build_reward_model(
+    model: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    gather: Gather = lambda parameters: nullcontext(),
+) -> RewardModel | EncoderRewardModel:
+    """Load the backbone and its head, ready to train.
+
+    A missing head is drawn from ``seed`` with the backbone's initializer range, alike on every rank
+    and under every ZeRO stage; a head that the folder has is kept. Under ZeRO-3 the weights go
+    straight into their partitions.
+
+    Raises:
+        ConfigError: no one-label classifier can be made of this model.
+    """
+    config = load_config(model, tokenizer)
+    classifier, new_weights = _load_classifier(model, config)
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        if model.lora is not None:
+            raise ConfigError(
+                "model.pad_token: the tokenizer has no token to spare for padding, and a new one "
+                "does not fit into an adapter; name a token that never ends a text"
+            )
+        classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    head_name = next(
+        (name for name, _ in classifier.named_children() if name in ("score", "classifier")), None
+    )
+    if head_name is None:
+        raise ConfigError(f"model.name_or_path: {type(classifier).__name__} has no scalar head")
+    if new_weights:
+        logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
+        _draw_head(classifier.get_submodule(head_name), config, seed, gather)
+    if model.gradient_checkpointing:
+        classifier.gradient_checkpointing_enable({"use_reentrant": False})
+
+    is_decoder = head_name == "score" and isinstance(classifier.get_submodule("score"), nn.Linear)
+    if is_decoder:
+        _compute_head_in_float32(classifier)
+    wrapped: nn.Module = classifier
+    if model.lora is not None:
+        torch.manual_seed(seed)  # adapters are drawn from torch's own generator
+        wrapped = add_lora(classifier, model.lora, head=head_name)
+    if not is_decoder:
+        return EncoderRewardModel(wrapped)
+    return RewardModel(wrapped, backbone=classifier.base_model, head=classifier.get_submodule("score"))
+
+
+def _load_classifier(
+    model: ModelSection, config: PretrainedConfig
+) -> tuple[PreTrainedModel, set[str]]:
+    init_kwargs: dict[str, Any] = dict(model.model_init_kwargs)
+    if model.attn_implementation is not None:
+        init_kwargs["attn_implementation"] = model.attn_implementation
+    try:
+        classifier, info = AutoModelForSequenceClassification.from_pretrained(
+            resolve_name_or_path(model),
+            config=config,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=getattr(torch, model.dtype),
+            output_loading_info=True,
+            **init_kwargs,
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"model: cannot load {model.name_or_path!r} as a sequence classifier ({first_line})"
+        ) from error
+    return classifier, set(info["missing_keys"])
+
+
+def _draw_head(head: nn.Module, config: PretrainedConfig, seed: int, gather: Gather) -> None:
+    std = getattr(config.get_text_config(), "initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        with gather([parameter]), torch.no_grad():
+            if parameter.ndim < 2:
+                parameter.zero_()
+            elif parameter.numel():
+                draw = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+                parameter.copy_(draw)
+
+
+def _compute_head_in_float32(classifier: PreTrainedModel) -> None:
+    head = classifier.get_submodule("score")
+    assert isinstance(head, nn.Linear)
+    with torch.device("meta"):
+        replacement = Float32Linear(head.in_features, head.out_features, head.bias is not None)
+    replacement.weight, replacement.bias = head.weight, head.bias  # the very same parameters
+    classifier.set_submodule("score", replacement)

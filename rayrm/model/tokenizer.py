@@ -1,0 +1,102 @@
+"""Load a tokenizer and settle what the reward model needs of it: EOS, padding, chat template."""
+
+import logging
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rayrm.config.schema import ModelSection
+from rayrm.errors import ConfigError
+from rayrm.model.quickstart import quickstart_folder
+
+logger = logging.getLogger(__name__)
+
+_SPARE_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>",
+                 "<|reserved_special_token_0|>", "<unused0>", "<|endoftext|>")  # fmt: skip
+_NEW_PAD_TOKEN = "<|pad|>"
+
+
+def resolve_name_or_path(model: ModelSection) -> str:
+    """Return the folder or hub name to load from; 'quickstart' is built where it is missing."""
+    if model.name_or_path == "quickstart":
+        return str(quickstart_folder())
+    return model.name_or_path
+
+
+def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``model`` with its EOS, pad token and chat template settled.
+
+    The pad token always differs from EOS: transformers' classifiers read the reward at the last
+    token that is not padding, and would overlook an EOS that is the padding as well.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, or a token or template named in the
+            configuration does not exist.
+    """
+    tokenizer = _from_pretrained(model, resolve_name_or_path(model))
+    if model.eos_token is not None:
+        tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "model.eos_token")
+    if model.chat_template_path is not None:
+        tokenizer.chat_template = _read_chat_template(model.chat_template_path)
+    tokenizer.pad_token = _choose_pad_token(tokenizer, model.pad_token)
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _from_pretrained(model: ModelSection, path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"model.name_or_path: no tokenizer could be loaded from {model.name_or_path!r} "
+            f"({first_line}); give a model folder or a hub name"
+        ) from error
+
+
+def _known_token(tokenizer: PreTrainedTokenizerBase, token: str, field: str) -> str:
+    if token not in tokenizer.get_vocab():
+        raise ConfigError(f"{field}: {token!r} is not in the tokenizer's vocabulary")
+    return token
+
+
+def _read_chat_template(path: str) -> str:
+    place = Path(path)
+    if place.is_dir():
+        template = AutoTokenizer.from_pretrained(place).chat_template
+        if not isinstance(template, str):
+            raise ConfigError(f"model.chat_template_path: {path} has no chat template of its own")
+        return template
+    try:
+        return place.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template_path: cannot read {path} ({error})") from error
+
+
+def _choose_pad_token(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> str:
+    if wanted is not None:
+        if wanted == tokenizer.eos_token:
+            raise ConfigError(
+                f"model.pad_token: {wanted!r} is the EOS token too, so that saved models would read "
+                "the reward before it; name another token, or leave the field out"
+            )
+        return _known_token(tokenizer, wanted, "model.pad_token")
+    current = tokenizer.pad_token
+    if current is not None and current != tokenizer.eos_token:
+        return str(current)
+    vocabulary = tokenizer.get_vocab()
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    spare = [token for token in _SPARE_TOKENS if token in vocabulary]
+    spare += [
+        token.content
+        for _, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and token.content not in tokenizer.special_tokens_map.values()
+    ]
+    for token in spare:
+        if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
+            logger.info("pad token: %r (the tokenizer's, %r, is its EOS too)", token, current)
+            return token
+    logger.info("pad token: %r is added, since the tokenizer has none to spare", _NEW_PAD_TOKEN)
+    return _NEW_PAD_TOKEN

@@ -1,0 +1,88 @@
+"""The model card that goes into ``model/README.md``."""
+
+import json
+from importlib.metadata import version
+from typing import Any
+
+from rayrm.config.schema import RunConfig
+
+_PACKAGES = ("torch", "transformers", "peft", "ray", "deepspeed", "accelerate")
+
+
+def model_card(
+    config: RunConfig,
+    *,
+    report: dict[str, Any],
+    metrics: dict[str, float],
+    pad_token: str,
+    reload_difference: float,
+) -> str:
+    """Return a card in Markdown: what it is, how it was trained, on what, how well, how to load."""
+    is_adapter = config.model.lora is not None
+    auto_class = (
+        "AutoPeftModelForSequenceClassification"
+        if is_adapter
+        else "AutoModelForSequenceClassification"
+    )
+    library = "peft" if is_adapter else "transformers"
+    return f"""---
+library_name: {library}
+base_model: {json.dumps(config.model.name_or_path)}
+pipeline_tag: text-classification
+tags: [reward-model, rayrm]
+---
+
+# {config.run.name}
+
+A reward model: one number for a text or conversation, higher where people would prefer it. Trained
+with [rayrm](https://pypi.org/project/rayrm) from `{config.model.name_or_path}` on preference pairs
+(Bradley-Terry). Only differences between rewards of replies to one prompt have a meaning.
+
+## Load
+
+```python
+from {library} import {auto_class}
+from transformers import AutoTokenizer
+
+model = {auto_class}.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+text = tokenizer.apply_chat_template(conversation, tokenize=False)
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+reward = model(**inputs).logits[0].item()
+```
+
+Plain text, without a chat template, ends with the EOS token. Padding is `{pad_token}`. After the
+export the folder was loaded again and real pairs were scored singly and padded: the largest
+difference to the trained model was {reload_difference:.2g}.
+
+## Results
+
+{_table(("metric", "value"), [(k, f"{v:.4g}") for k, v in sorted(metrics.items())])}
+
+## Data
+
+{_table(("source", "rows", "pairs", "dropped"), _data_rows(report))}
+
+## Configuration
+
+```json
+{json.dumps(config.model_dump(mode="json"), indent=2)}
+```
+
+## Versions
+
+{_table(("package", "version"), [(name, version(name)) for name in ("rayrm", *_PACKAGES)])}
+"""
+
+
+def _data_rows(report: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (label, source["rows"], source["pairs"],
+         ", ".join(f"{n} {reason}" for reason, n in source["dropped"].items()) or "none")
+        for label, source in report["sources"].items()
+    ]  # fmt: skip
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

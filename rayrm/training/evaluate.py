@@ -1,0 +1,58 @@
+"""Evaluation: every pair once, the same numbers for any batch, rank count and tail."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rayrm.config.schema import LossSection
+from rayrm.data.packing import pack_pairs
+from rayrm.model.metrics import PairStats
+from rayrm.training.engine import Engine
+from rayrm.training.loop import Shard, pair_losses, stats_of
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation set's result, alike on every rank but for ``rewards``."""
+
+    metrics: dict[str, float]
+    rewards: np.ndarray
+    """Rewards of chosen and rejected, float32 ``[pairs, 2]`` in row order, on rank 0 only."""
+
+
+def evaluate(engine: Engine, shard: Shard, loss: LossSection, *, prefix: str) -> Evaluation:
+    """Score a set with the current weights; metric names get ``prefix`` (``eval_`` ...)."""
+    stats = PairStats.zero(engine.device)
+    row_ids: list[tuple[int, int]] = []
+    rewards: list[torch.Tensor] = []
+    with engine.evaluating():
+        for share in shard.steps():
+            for positions in share.micro_batches:
+                batch = pack_pairs([share.pairs[i] for i in positions]).to(engine.device)
+                chosen, rejected = engine.score(batch)
+                losses = pair_losses(chosen, rejected, batch, loss)
+                stats = stats + stats_of(chosen, rejected, losses, batch)
+                rewards.append(torch.stack([chosen, rejected], dim=1))
+                row_ids += [share.row_ids[i] for i in positions]
+    total = reduce_stats(engine, stats)
+    metrics = {f"{prefix}{name}": value for name, value in total.compute().items()}
+    metrics[f"{prefix}num_pairs"] = total.num_pairs
+    return Evaluation(metrics, _in_row_order(engine, row_ids, rewards))
+
+
+def reduce_stats(engine: Engine, stats: PairStats) -> PairStats:
+    """Return the statistics over all ranks."""
+    return PairStats(engine.reduce_sum(stats.sums), engine.reduce_max(stats.extremes))
+
+
+def _in_row_order(
+    engine: Engine, row_ids: list[tuple[int, int]], rewards: list[torch.Tensor]
+) -> np.ndarray:
+    own = torch.cat(rewards).cpu().numpy() if rewards else np.zeros((0, 2), dtype=np.float32)
+    parts = engine.gather_objects((row_ids, own))
+    if engine.rank != 0:
+        return own
+    ids = [row_id for part_ids, _ in parts for row_id in part_ids]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return np.concatenate([part for _, part in parts])[order]

@@ -1,0 +1,205 @@
+"""The final model: gathered, checked against the model's shapes, reloaded and compared."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file
+
+from rayrm.config.schema import ModelSection
+from rayrm.data.packing import pack_pairs
+from rayrm.data.tokenize import TokenizedPair
+from rayrm.errors import CheckpointError
+from rayrm.model.tokenizer import resolve_name_or_path
+from rayrm.training.engine import Engine
+
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Relative and absolute difference allowed between trained and reloaded rewards, by dtype: plain
+transformers computes the head in the model's dtype, rayrm in float32."""
+_BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A few real texts with the rewards that training computes for them."""
+
+    texts: list[np.ndarray]
+    """Token ids of each text."""
+    rewards: Tensor
+    """float32 ``[texts]``."""
+
+
+def take_proof(engine: Engine, pairs: Sequence[TokenizedPair]) -> Proof:
+    """Score this rank's ``pairs`` with the trained model; every rank must call this."""
+    batch = pack_pairs(pairs).to(engine.device)
+    with engine.evaluating():
+        rewards = torch.cat(engine.score(batch)).float().cpu()
+    texts = [np.concatenate([pair.prompt_ids, pair.chosen_ids]) for pair in pairs]
+    texts += [np.concatenate([pair.prompt_ids, pair.rejected_ids]) for pair in pairs]
+    return Proof(texts, rewards)
+
+
+def export_model(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    model: ModelSection,
+    *,
+    folder: str | None,
+    final_path: str,
+    proof: Proof,
+) -> float:
+    """Write a model that plain transformers or peft loads, and prove it; every rank must call this.
+
+    Args:
+        engine: the trained model; its weights are gathered on rank 0.
+        tokenizer: saved beside the model, with its chat template.
+        model: says whether the adapter or all weights are written.
+        folder: where rank 0 writes; null on the others.
+        final_path: where the folder will be in the end.
+        proof: rewards that the reloaded model has to give.
+
+    Returns:
+        The largest difference of a reloaded reward, on rank 0.
+
+    Raises:
+        CheckpointError: a tensor has the wrong shape, or the reloaded model scores differently.
+    """
+    state = engine.gather_state(trained_only=model.lora is not None)
+    if engine.rank != 0:
+        return 0.0
+    assert folder is not None
+    engine.leave_zero()
+    classifier: Any = engine.model.classifier
+    _check_shapes(classifier, state)
+    classifier.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+    if model.lora is not None:
+        _write_adapter_base(folder, final_path, classifier, model)
+    return _prove(folder, model, proof, pad_token_id=_pad_token_id(tokenizer))
+
+
+def _check_shapes(classifier: torch.nn.Module, state: dict[str, Tensor]) -> None:
+    for name, parameter in classifier.named_parameters():
+        expected = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if name in state and (tuple(state[name].shape) != expected or state[name].numel() == 0):
+            raise CheckpointError(
+                f"export: {name} was gathered as {tuple(state[name].shape)}, not {expected}"
+            )
+        if name in state and not torch.isfinite(state[name]).all():
+            raise CheckpointError(f"export: {name} holds numbers that are not finite")
+
+
+def _write_adapter_base(
+    folder: str, final_path: str, classifier: PeftModel, model: ModelSection
+) -> None:
+    """Let the adapter name a base that has one label and its padding.
+
+    peft builds the base from its own configuration: with the label count and pad id of a language
+    model the trained head would not fit, and padded batches would be read at the wrong token. The
+    weights are linked, not copied.
+    """
+    config: Any = classifier.get_base_model().config
+    original = resolve_name_or_path(model)
+    config.save_pretrained(folder)
+    own = AutoConfig.from_pretrained(
+        original, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    fits = own.num_labels == 1 and own.pad_token_id == config.pad_token_id
+    if fits or "://" in final_path:
+        return
+    base = Path(folder, _BASE)
+    base.mkdir()
+    config.save_pretrained(base)
+    for weights in _weight_files(original, model.revision):
+        (base / weights.name).symlink_to(weights)
+    adapter_config = Path(folder, "adapter_config.json")
+    settings = json.loads(adapter_config.read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = os.path.join(final_path, _BASE)
+    settings["revision"] = None
+    adapter_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_files(name_or_path: str, revision: str) -> list[Path]:
+    found = None
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        found = cached_file(
+            name_or_path, name, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if found is not None:
+            break
+    if found is None:
+        raise CheckpointError(f"export: {name_or_path} has no safetensors weights to refer to")
+    if not found.endswith(".json"):
+        return [Path(found).absolute()]
+    shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
+    return [Path(found).absolute(), *(Path(found).absolute().parent / shard for shard in shards)]
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    pad_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
+    assert isinstance(pad_token_id, int)
+    return pad_token_id
+
+
+def _prove(folder: str, model: ModelSection, proof: Proof, *, pad_token_id: int) -> float:
+    """Compare rewards of the folder, loaded by plain libraries, with those of training."""
+    reloaded = _reload(folder, model)
+    tolerance = _TOLERANCE[model.dtype]
+    largest = 0.0
+    for side in ("right", "left"):
+        for batch in (range(len(proof.texts)), *([i] for i in range(len(proof.texts)))):
+            texts = [proof.texts[i] for i in batch]
+            rewards = _score(reloaded, texts, pad_token_id=pad_token_id, padding_side=side)
+            expected = proof.rewards[list(batch)]
+            difference = (rewards - expected).abs()
+            largest = max(largest, difference.max().item())
+            if not (difference <= tolerance * (1 + expected.abs())).all():
+                raise CheckpointError(
+                    f"export: the saved model scores {rewards.tolist()}, the trained one "
+                    f"{expected.tolist()} ({side}-padded); {folder} is not to be trusted"
+                )
+    return largest
+
+
+def _reload(folder: str, model: ModelSection) -> torch.nn.Module:
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, model.dtype),
+        "trust_remote_code": model.trust_remote_code,
+    }
+    if model.lora is None:
+        return AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
+    has_base = os.path.isdir(os.path.join(folder, _BASE))
+    base: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+        os.path.join(folder, _BASE) if has_base else resolve_name_or_path(model),
+        config=AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code),
+        **options,
+    )
+    return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).eval()
+
+
+def _score(
+    classifier: torch.nn.Module, texts: list[np.ndarray], *, pad_token_id: int, padding_side: str
+) -> Tensor:
+    width = max(len(text) for text in texts)
+    input_ids = torch.full((len(texts), width), pad_token_id)
+    attention_mask = torch.zeros((len(texts), width), dtype=torch.long)
+    for row, text in enumerate(texts):
+        place = slice(0, len(text)) if padding_side == "right" else slice(width - len(text), width)
+        input_ids[row, place] = torch.from_numpy(text.astype(np.int64))
+        attention_mask[row, place] = 1
+    with torch.no_grad():
+        logits = classifier(input_ids=input_ids, attention_mask=attention_mask).logits
+    return logits[:, 0].float()

@@ -1,0 +1,176 @@
+"""The loop: a generator of optimizer steps. Whatever watches training is a consumer of it."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rayrm.config.schema import LossSection
+from rayrm.data.feed import StepShare
+from rayrm.data.packing import PackedBatch, pack_pairs
+from rayrm.errors import RayrmError
+from rayrm.model.loss import bradley_terry_loss
+from rayrm.model.metrics import PairStats
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Non-finite updates in a row after which the run stops."""
+
+
+class TrainEngine(Protocol):
+    """What the loop needs of ``rayrm.training.engine.Engine``."""
+
+    device: Any
+    learning_rate: Any
+    grad_norm: Any
+    step_was_applied: Any
+
+    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the rewards of chosen and rejected ``[pairs]``."""
+        ...
+
+    def backward(self, loss: Tensor, *, ends_step: bool) -> None:
+        """Add a gradient; take the step with the last one."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        ...
+
+
+class Shard(Protocol):
+    """What the loop needs of ``rayrm.data.feed.FeedShard``."""
+
+    def steps(self, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
+        """Yield an epoch's steps."""
+        ...
+
+
+@dataclass
+class Progress:
+    """How far training has come; kept in every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    epoch: int = 0
+    step_in_epoch: int = 0
+    num_pairs: int = 0
+    """Pairs trained on over all ranks, once an epoch each."""
+    num_tokens: float = 0
+    """Tokens computed over all ranks since the first start."""
+    seconds: float = 0.0
+    """Time in training steps, start-up and evaluation excluded."""
+    skipped_steps: int = 0
+    """Updates that were not applied because the gradient was not finite."""
+    resumed: int = 0
+    """Restarts from a checkpoint."""
+    best_score: float | None = None
+    """Score of the best evaluation, higher is better; None before there is one."""
+    evaluations_without_gain: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last training line and the last evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step as this rank saw it."""
+
+    stats: PairStats
+    """Sums over this rank's pairs, still on the device."""
+    learning_rate: float
+    seconds: float
+
+
+def training_steps(
+    engine: TrainEngine,
+    shard: Shard,
+    loss: LossSection,
+    progress: Progress,
+    *,
+    num_steps: int,
+    steps_per_epoch: int,
+) -> Iterator[StepResult]:
+    """Train until ``num_steps`` steps are taken, from where ``progress`` stands; yield each step.
+
+    Raises:
+        RayrmError: several updates in a row were not finite.
+    """
+    skipped_in_a_row = 0
+    while progress.step < num_steps:
+        for share in shard.steps(epoch=progress.epoch, start=progress.step_in_epoch):
+            started = time.perf_counter()
+            learning_rate = engine.learning_rate
+            stats = train_step(engine, share, loss)
+            progress.step += 1
+            progress.step_in_epoch += 1
+            progress.num_pairs += share.num_pairs
+            if engine.step_was_applied:
+                skipped_in_a_row = 0
+            else:
+                skipped_in_a_row += 1
+                progress.skipped_steps += 1
+                if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                    _stop_non_finite(engine, share, progress)
+            seconds = time.perf_counter() - started
+            progress.seconds += seconds
+            if progress.step_in_epoch == steps_per_epoch:
+                progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+            yield StepResult(stats, learning_rate, seconds)
+            if progress.step == num_steps or progress.step_in_epoch == 0:
+                break
+
+
+def train_step(engine: TrainEngine, share: StepShare, loss: LossSection) -> PairStats:
+    """Run one step's micro-batches; the loss is a sum over pairs divided by the step's pairs."""
+    stats = PairStats.zero(engine.device)
+    last = len(share.micro_batches) - 1
+    for index, positions in enumerate(share.micro_batches):
+        batch = pack_pairs([share.pairs[position] for position in positions]).to(engine.device)
+        chosen, rejected = engine.score(batch)
+        losses = pair_losses(chosen, rejected, batch, loss)
+        engine.backward(losses.sum() / share.num_pairs, ends_step=index == last)
+        stats = stats + stats_of(chosen, rejected, losses, batch)
+    return stats
+
+
+def pair_losses(
+    chosen: Tensor, rejected: Tensor, batch: PackedBatch, loss: LossSection
+) -> Tensor:
+    """Return the configured objective of each pair ``[pairs]``."""
+    return bradley_terry_loss(
+        chosen,
+        rejected,
+        batch.margin,
+        center_rewards_coefficient=loss.center_rewards_coefficient,
+        label_smoothing=loss.label_smoothing,
+    )
+
+
+def stats_of(chosen: Tensor, rejected: Tensor, losses: Tensor, batch: PackedBatch) -> PairStats:
+    """Return the statistics of one forward."""
+    return PairStats.of(
+        chosen,
+        rejected,
+        losses,
+        tokens=batch.num_tokens,
+        slots=batch.num_slots,
+        full_tokens=batch.num_full_tokens,
+    )
+
+
+def _stop_non_finite(engine: TrainEngine, share: StepShare, progress: Progress) -> None:
+    rows = sorted(row for part in engine.gather_objects(share.row_ids) for row in part)
+    shown = ", ".join(f"{file}:{row}" for file, row in rows[:20])
+    raise RayrmError(
+        f"training: {MAX_SKIPPED_IN_A_ROW} updates in a row had a loss or gradient that is not "
+        f"finite (last at step {progress.step}, rows file:row {shown}); none was applied. Lower "
+        "train.learning_rate, or look at these rows"
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read next is true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,129 @@
+"""The run's folder, on a local path or behind any URL that pyarrow opens."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from rayrm.errors import ConfigError
+
+
+class RunFolder:
+    """Reads and writes the files of a run; a file appears whole or not at all.
+
+    Lines are appended to a local file. Behind a URL that is a spool, put in place by ``sync``.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open the folder; nothing is created yet."""
+        self.url = url if "://" in url else os.path.abspath(url)
+        try:
+            self._filesystem, self._root = _open(self.url)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"run.output_dir: cannot open {url} ({error})") from error
+        self.is_local = isinstance(self._filesystem, pafs.LocalFileSystem)
+        self._spool = "" if self.is_local else tempfile.mkdtemp(prefix="rayrm-spool-")
+        self._appended: set[str] = set()
+
+    def path(self, name: str) -> str:
+        """Return a file's path or URL."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def exists(self, name: str) -> bool:
+        """Whether a file is there."""
+        return self._filesystem.get_file_info(self._inner(name)).type != pafs.FileType.NotFound
+
+    def read_json(self, name: str) -> Any:
+        """Return a JSON file's value, or None where the file is missing."""
+        if not self.exists(name):
+            return None
+        with self._filesystem.open_input_stream(self._inner(name)) as stream:
+            return json.loads(stream.read())
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file aside, then put it in place."""
+        self._make_parent(name)
+        aside = self._inner(name) + ".part"
+        with self._filesystem.open_output_stream(aside) as stream:
+            stream.write(text.encode("utf-8"))
+        self._filesystem.move(aside, self._inner(name))
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a value as indented JSON."""
+        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def write_json_lines(self, name: str, values: Iterable[Any]) -> None:
+        """Write each value as a line of JSON."""
+        lines = (json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        self.write_text(name, "".join(lines))
+
+    def append_json(self, name: str, value: Any) -> None:
+        """Append a value as one line; on a local disk it is there when this returns."""
+        with open(self.local_path(name), "a", encoding="utf-8") as file:
+            file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self._appended.add(name)
+
+    def cut_lines(self, name: str, *, after_step: int) -> None:
+        """Drop lines whose ``step`` is later than a checkpoint's: they will be written again."""
+        lines = self.read_lines(name)
+        kept = [line for line in lines if json.loads(line).get("step", 0) <= after_step]
+        local = self.local_path(name)
+        if kept or os.path.exists(local):
+            with open(local, "w", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in kept)
+
+    def read_lines(self, name: str) -> list[str]:
+        """Return a JSON lines file's whole lines; one cut short by a kill is left out."""
+        if not self.exists(name):
+            return []
+        with self._filesystem.open_input_stream(self._inner(name)) as stream:
+            lines = stream.read().decode("utf-8").split("\n")
+        return [line for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def sync(self) -> None:
+        """Put appended files in place behind a URL."""
+        for name in () if self.is_local else self._appended:
+            pafs.copy_files(
+                self.local_path(name), self._inner(name), destination_filesystem=self._filesystem
+            )
+
+    @contextmanager
+    def building(self, name: str) -> Iterator[str]:
+        """Yield a local folder to fill; it takes the place of ``name`` once the block succeeds."""
+        aside, target = self._inner(name) + ".part", self._inner(name)
+        self._delete(aside)
+        if self.is_local:
+            os.makedirs(aside)
+            yield aside
+        else:
+            with tempfile.TemporaryDirectory(prefix="rayrm-build-") as local:
+                yield local
+                pafs.copy_files(local, aside, destination_filesystem=self._filesystem)
+        self._delete(target)
+        self._filesystem.move(aside, target)
+
+    def _delete(self, inner: str) -> None:
+        if self._filesystem.get_file_info(inner).type != pafs.FileType.NotFound:
+            self._filesystem.delete_dir(inner)
+
+    def _inner(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def local_path(self, name: str) -> str:
+        """Return where a file is written on this machine, with its folder made."""
+        local = self._inner(name) if self.is_local else os.path.join(self._spool, name)
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        return local
+
+    def _make_parent(self, name: str) -> None:
+        self._filesystem.create_dir(os.path.dirname(self._inner(name)), recursive=True)
+
+
+def _open(url: str) -> tuple[pafs.FileSystem, str]:
+    if "://" in url:
+        return pafs.FileSystem.from_uri(url)
+    return pafs.LocalFileSystem(), url
