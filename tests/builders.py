@@ -1,10 +1,22 @@
 """Small things that tests build from nothing: no network, no files, milliseconds."""
 
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from rayrm.data.tokenize import TokenizedPair
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -14,10 +26,8 @@ CHAT_TEMPLATE = (
 )
 """ChatML, with tools in front and tool calls behind the content."""
 
-_SPECIAL_TOKENS = [
-    *("<unk>", "<bos>", "<eos>", "<pad>", "[CLS]", "[SEP]"),
-    *("<|im_start|>", "<|im_end|>"),
-]
+_CHAT_MARKS = ["<|im_start|>", "<|im_end|>"]
+_SPECIAL_TOKENS = ["<unk>", "<bos>", "<eos>", "<pad>", "[CLS]", "[SEP]", *_CHAT_MARKS]
 _CORPUS = """
 system user assistant tools Human: Assistant: Name a colour. Name a fruit. Blue is a colour. Red.
 Green. Seven. An apple. A pear. What is the answer? The answer is yes. The answer is no, not at all.
@@ -33,7 +43,7 @@ def word_tokenizer(
     adds: Literal["nothing", "bos", "cls and sep"] = "nothing",
     chat_template: str | None = CHAT_TEMPLATE,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of about 400 ids: common words are one id, every text has some.
+    """A byte-level BPE tokenizer of some 360 ids: it knows some words, and spells all others.
 
     `adds` is what it puts around plain text; `pad_token="<eos>"` makes padding and EOS one.
     """
@@ -66,3 +76,59 @@ def _trained_tokenizer() -> str:
     )
     tokenizer.train_from_iterator([_CORPUS], trainer)
     return tokenizer.to_str()
+
+
+def tiny_llama_folder(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, *, num_labels: int | None = None, seed: int = 0
+) -> Path:
+    """Save a two-layer Llama of hidden size 32 with its tokenizer, and return the folder.
+
+    It is a language model, or a classifier where `num_labels` is given.
+    """
+    options: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+    architecture = LlamaForCausalLM if num_labels is None else LlamaForSequenceClassification
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        architecture(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_bert_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Path:
+    """Save a two-layer BERT with its tokenizer, as it is before a classifier is made of it."""
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def pair_of(
+    prompt: list[int], chosen: list[int], rejected: list[int], margin: float = 0.0
+) -> TokenizedPair:
+    """A tokenized pair of lists of ids."""
+    arrays = (np.array(ids, dtype=np.int32) for ids in (prompt, chosen, rejected))
+    return TokenizedPair(*arrays, margin)

@@ -1,0 +1,1 @@
+"""Rows: from their sources to packed batches of token ids."""

@@ -1,4 +1,4 @@
-"""Columns of one row: their names, and those that every layout reads alike."""
+"""The columns of a row: their names, and the values that all layouts read alike."""
 
 import json
 from collections.abc import Mapping
@@ -129,11 +129,6 @@ def without_nulls(value: Json) -> Json:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def as_list(value: Json) -> list[Json]:
-    """Return a list as it is, and anything else as a list of one."""
-    return value if isinstance(value, list) else [value]
 
 
 def is_number(value: Json) -> TypeGuard[int | float]:

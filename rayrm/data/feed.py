@@ -123,9 +123,7 @@ class Feeder:
         self._num_steps: dict[int, int] = {}
         self._shares: dict[tuple[int, int], tuple[pa.Table, MicroBatches, int]] = {}
 
-    def share(
-        self, rank: int, epoch: int, step: int
-    ) -> tuple[pa.Table, MicroBatches, int] | None:
+    def share(self, rank: int, epoch: int, step: int) -> tuple[pa.Table, MicroBatches, int] | None:
         """Return a rank's rows, its micro-batches and the step's pairs; None after the last step."""
         if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
             return None

@@ -1,7 +1,7 @@
 """One row of JSON text -> a preference pair, or the reason why it is none.
 
 Each row is recognised by itself, so one file may mix layouts. `FORMATS` lists the layouts, a
-function each; the columns that they share are read by the functions below it.
+function each; what they have in common is read in `columns` and `messages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from contextlib import suppress
 from rayrm.data.columns import (
     MAX_MARGIN,
     Row,
-    as_list,
     columns_of,
     decode,
     in_words,
@@ -69,7 +68,7 @@ def _recognise(row: Row) -> Pair:
         if (pair := recognise(row)) is not None:
             return pair
     missing = " and no ".join(name for name in ("chosen", "rejected") if name not in row)
-    remedy = "name yours in data.columns (text or messages; prompt may be apart)"
+    remedy = "if they have other names, map them in data.columns"
     refuse("missing_field", f"there is no {missing}; {columns_of(row)}; {remedy}")
 
 
@@ -168,22 +167,22 @@ def _scored_completions(row: Row) -> Pair | None:
     if not isinstance(replies, list):
         return None
     if scores is None:
-        answers = [answer for answer in replies if isinstance(answer, dict)]
+        answers = [answer if isinstance(answer, dict) else {} for answer in replies]
         if not any("overall_score" in answer for answer in answers):
             return None
         replies = [answer.get("response") for answer in answers]
         scores = [answer.get("overall_score") for answer in answers]
-    numbers = [score for score in as_list(scores) if is_number(score) and abs(score) <= MAX_MARGIN]
-    if not len(numbers) == len(as_list(scores)) == len(replies) >= 2:
+    scores = scores if isinstance(scores, list) else []
+    numbers = [score for score in scores if is_number(score) and abs(score) <= MAX_MARGIN]
+    if not len(numbers) == len(scores) == len(replies) >= 2:
         refuse("wrong_type", "it takes two completions or more, and a number for each as score")
     best, worst = numbers.index(max(numbers)), numbers.index(min(numbers))
     if best == worst:
         refuse("tie", "all completions have the same score")
     pair: dict[str, Json] = {"chosen": replies[best], "rejected": replies[worst]}
-    for column in ("prompt", "instruction"):
-        if column in row:
-            pair["prompt"] = row[column]
-            break
+    question = "prompt" if "prompt" in row else "instruction"
+    if question in row:
+        pair["prompt"] = row[question]
     return _recognise({"margin": numbers[best] - numbers[worst], **_extras(row), **pair})
 
 
@@ -249,8 +248,8 @@ def _texts(row: Row) -> tuple[str, str, str] | None:
 def _with_prompt_once(prompt: str, chosen: str, rejected: str) -> tuple[str, str, str]:
     """Cut the prompt off the replies if both repeat it.
 
-    A short prompt may open both by chance ("Hi", "Hi!", "Hiking"): it must end in front of a space,
-    or in something else than a letter or digit.
+    A short one may open both by chance ("Hi": "Hi!", "Hiking"): that it is repeated, and not just
+    echoed, shows in a space behind it or in its own last character ("2+2=").
     """
     if not (prompt.strip() and chosen.startswith(prompt) and rejected.startswith(prompt)):
         return prompt, chosen, rejected

@@ -165,4 +165,6 @@ def _remedy(report: DataReport, data: DataSection) -> str:
     if report.dropped["too_long"]:
         return f"; raise data.max_length (now {data.max_length})"
     row = report.first_dropped()
-    return "" if row is None else f"; the first: row {row['row']} of {row['source']}: {row['detail']}"
+    return (
+        "" if row is None else f"; the first: row {row['row']} of {row['source']}: {row['detail']}"
+    )

@@ -1,7 +1,7 @@
 """Where rows come from: files of three kinds, the hub, data sets handed over, generated pairs.
 
-Whatever the place, a row leaves here as the JSON text it is (``raw``) with the number of its file and
-its place in it. Parsing happens later and row by row, so one broken line costs one line.
+Whatever the place, a row leaves here as the JSON text it is (``raw``) with the number of its file
+and its place in it. Parsing happens later and row by row, so one broken line costs one line.
 """
 
 import fnmatch
@@ -26,7 +26,7 @@ Kind = Literal["lines", "json", "parquet", "generated", "handed"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet",
 }  # fmt: skip
-_COMPRESSIONS = (".gz", ".bz2", ".zst")
+_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _ROWS_A_CHUNK = 256
 _BLOCK_BYTES = 1 << 20
 """Raw rows travel in blocks of about this size: small enough to tokenize one file in parallel."""
@@ -90,8 +90,8 @@ def hand_over(rows: Any, *, label: str, first_file: int = 0) -> RawRows:
 
         if not isinstance(rows, datasets.Dataset):
             raise ConfigError(
-                f"datasets: {label!r} is a {type(rows).__module__}.{type(rows).__name__}; hand over "
-                "a ray.data.Dataset, a datasets.Dataset or a list of rows"
+                f"datasets: {label!r} is a {type(rows).__module__}.{type(rows).__name__}; hand "
+                "over a ray.data.Dataset, a datasets.Dataset or a list of rows"
             )
         rows = ray.data.from_huggingface(rows)
     # Ray data sets have no row numbers: freeze the order, then number the rows in it.
@@ -120,7 +120,10 @@ def _list_files(path: str, label: str, field: str) -> list[RowFile]:
         if split not in ("train", "eval"):
             raise ConfigError(f"{field}: {path!r}: write quickstart:train or quickstart:eval")
         return [RowFile(label, path, "generated")]
-    paths = _expand(path)
+    try:
+        paths = _expand_url(path) if "://" in path else _expand(path)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{field}: cannot open {path} ({error})") from error
     if not paths:
         raise ConfigError(f"{field}: no such file, folder or match: {path}")
     files = []
@@ -137,33 +140,43 @@ def _list_files(path: str, label: str, field: str) -> list[RowFile]:
 
 def _kind_of(path: str) -> Kind | None:
     stem, suffix = os.path.splitext(path.lower())
-    if suffix in _COMPRESSIONS:
+    if suffix in _CODECS:
         suffix = os.path.splitext(stem)[1]
     return _KINDS.get(suffix)
 
 
 def _expand(path: str) -> list[str]:
-    """Return the files that a path, folder, glob or URL stands for, sorted."""
-    if "://" not in path:
-        if os.path.isdir(path):
-            found = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-            return sorted(os.path.abspath(p) for p in found if os.path.isfile(p) and _kind_of(p))
-        found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-        return sorted(os.path.abspath(p) for p in found if os.path.isfile(p))
-    filesystem, inner = pafs.FileSystem.from_uri(path.split("*")[0])
-    prefix = path[: len(path.split("*")[0])].removesuffix(inner)
-    info = filesystem.get_file_info(inner)
-    if info.type == pafs.FileType.File:
-        return [path]
-    base = inner if info.type == pafs.FileType.Directory else os.path.dirname(inner)
-    selector = pafs.FileSelector(base, recursive=True, allow_not_found=True)
-    pattern = path.removeprefix(prefix)
+    """Return the files that a local path, folder or glob stands for, sorted."""
+    if os.path.isdir(path):
+        found = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
+        return sorted(os.path.abspath(p) for p in found if os.path.isfile(p) and _kind_of(p))
+    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    return sorted(os.path.abspath(p) for p in found if os.path.isfile(p))
+
+
+def _expand_url(url: str) -> list[str]:
+    """Return the files that a URL of a file or folder, or a glob of URLs, stands for, sorted."""
+    head, star, _ = url.partition("*")
+    place = head.rpartition("/")[0] if star else url.rstrip("/")
+    filesystem, inner = pafs.FileSystem.from_uri(place)
+    if not star and filesystem.get_file_info(inner).type == pafs.FileType.File:
+        return [url]
+    root = place.removesuffix(inner)
+    pattern = url.removeprefix(root)
+    selector = pafs.FileSelector(inner, recursive=True, allow_not_found=True)
     return sorted(
-        prefix + entry.path
+        root + entry.path
         for entry in filesystem.get_file_info(selector)
         if entry.type == pafs.FileType.File
-        and (fnmatch.fnmatch(entry.path, pattern) if "*" in path else _kind_of(entry.path))
+        and (_matches(entry.path, pattern) if star else _kind_of(entry.path))
     )
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a path fits a glob in which ``*`` stays in its folder and ``**/`` goes into others."""
+    is_deep = "**" in pattern
+    may_match = is_deep or path.count("/") == pattern.count("/")
+    return may_match and fnmatch.fnmatchcase(path, pattern.replace("**/", "*"))
 
 
 def _read_files(files: list[RowFile], *, first_file: int) -> ray.data.Dataset:
@@ -224,17 +237,22 @@ def read_rows(file: RowFile) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{file.path}: cannot be read ({error})") from error
 
 
-def _open(path: str) -> Any:
-    if "://" in path:
-        filesystem, inner = pafs.FileSystem.from_uri(path)
-    else:
-        filesystem, inner = pafs.LocalFileSystem(), path
-    return filesystem, inner
+def _find(path: str) -> tuple[pafs.FileSystem, str]:
+    return pafs.FileSystem.from_uri(path) if "://" in path else (pafs.LocalFileSystem(), path)
+
+
+def _open(path: str) -> pa.NativeFile:
+    """Open a file as a stream of what it held before it was compressed, if it was."""
+    filesystem, inner = _find(path)
+    return filesystem.open_input_stream(inner, compression=_codec_of(path))
+
+
+def _codec_of(path: str) -> str | None:
+    return _CODECS.get(os.path.splitext(path.lower())[1])
 
 
 def _read_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    filesystem, inner = _open(path)
-    with filesystem.open_input_stream(inner, compression="detect") as stream:
+    with _open(path) as stream:
         rest, number = b"", 0
         while chunk := stream.read(1 << 20):
             # rows end at \n only: U+2028 and the like are part of a text
@@ -252,28 +270,35 @@ def _line(number: int, line: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_json(path: str) -> Iterator[tuple[int, bytes]]:
-    filesystem, inner = _open(path)
-    with filesystem.open_input_stream(inner, compression="detect") as stream:
+    with _open(path) as stream:
         text = stream.read().removeprefix(b"\xef\xbb\xbf")
     if not text.lstrip().startswith(b"["):
         yield from _read_lines(path)  # many .json files hold a row a line
         return
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a JSON list of rows ({error})") from error
     for number, row in enumerate(rows):
         yield number, _to_json(row)
 
 
 def _read_parquet(path: str) -> Iterator[tuple[int, bytes]]:
-    filesystem, inner = _open(path)
     number = 0
-    with filesystem.open_input_file(inner) as stream:
-        for batch in pq.ParquetFile(stream).iter_batches(batch_size=_ROWS_A_CHUNK):
+    with _open_parquet(path) as file:
+        for batch in file.iter_batches(batch_size=_ROWS_A_CHUNK):
             for row in batch.to_pylist():
                 yield number, _to_json(row)
                 number += 1
+
+
+def _open_parquet(path: str) -> pq.ParquetFile:
+    """Open a Parquet file in place; a compressed one is read whole, since it has no places."""
+    if _codec_of(path) is not None:
+        with _open(path) as stream:
+            return pq.ParquetFile(pa.BufferReader(stream.read()))
+    filesystem, inner = _find(path)
+    return pq.ParquetFile(inner, filesystem=filesystem)
 
 
 def _numbered_to_raw(table: pa.Table, *, file: int) -> pa.Table:

@@ -110,10 +110,15 @@ class PairTokenizer:
         texts = list(texts)
         if not texts:
             return []
-        encoded = self._tokenizer(
-            texts, add_special_tokens=special, return_attention_mask=False, verbose=False
-        )
-        return encoded["input_ids"]
+        if not self._tokenizer.is_fast:
+            return self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+        # What the tokenizer's own call does, less its offsets, which cost a third more on chats.
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self._tokenizer.split_special_tokens
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
 
     def _ended(self, ids: list[int]) -> list[int] | Drop:
         """Plain text with its one BOS, where the tokenizer adds it, and its one EOS."""

@@ -1,0 +1,1 @@
+"""The reward model: backbone, head, adapters, loss and metrics."""

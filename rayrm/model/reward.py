@@ -159,7 +159,9 @@ def build_reward_model(
         wrapped = add_lora(classifier, model.lora, head=head_name)
     if not is_decoder:
         return EncoderRewardModel(wrapped)
-    return RewardModel(wrapped, backbone=classifier.base_model, head=classifier.get_submodule("score"))
+    return RewardModel(
+        wrapped, backbone=classifier.base_model, head=classifier.get_submodule("score")
+    )
 
 
 def _load_classifier(

@@ -79,8 +79,8 @@ def _choose_pad_token(tokenizer: PreTrainedTokenizerBase, wanted: str | None) ->
     if wanted is not None:
         if wanted == tokenizer.eos_token:
             raise ConfigError(
-                f"model.pad_token: {wanted!r} is the EOS token too, so that saved models would read "
-                "the reward before it; name another token, or leave the field out"
+                f"model.pad_token: {wanted!r} is the EOS token too, so that saved models would "
+                "read the reward before it; name another token, or leave the field out"
             )
         return _known_token(tokenizer, wanted, "model.pad_token")
     current = tokenizer.pad_token

@@ -1,0 +1,1 @@
+"""What happens on a worker: the engine, the loop, and what watches it."""

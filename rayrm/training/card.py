@@ -35,8 +35,8 @@ tags: [reward-model, rayrm]
 # {config.run.name}
 
 A reward model: one number for a text or conversation, higher where people would prefer it. Trained
-with [rayrm](https://pypi.org/project/rayrm) from `{config.model.name_or_path}` on preference pairs
-(Bradley-Terry). Only differences between rewards of replies to one prompt have a meaning.
+by rayrm from `{config.model.name_or_path}` on preference pairs (Bradley-Terry). Only differences
+between rewards of replies to one prompt have a meaning.
 
 ## Load
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -38,8 +38,11 @@ class Engine:
             zero3_init_flag=config.zero.stage == 3,
         )
         AcceleratorState._reset_state(reset_partial_state=True)  # a worker process may be reused
-        self._accelerator = Accelerator(deepspeed_plugin=plugin)
+        # without its backend's name Accelerate takes a world of CPU workers for a single process
+        backend = InitProcessGroupKwargs(backend=dist.get_backend())
+        self._accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[backend])
         assert self._accelerator.distributed_type == DistributedType.DEEPSPEED
+        assert self._accelerator.num_processes == dist.get_world_size()
         self._stage = config.zero.stage
         model = build_reward_model(
             config.model, tokenizer, seed=config.run.seed, gather=self._gather

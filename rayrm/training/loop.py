@@ -135,9 +135,7 @@ def train_step(engine: TrainEngine, share: StepShare, loss: LossSection) -> Pair
     return stats
 
 
-def pair_losses(
-    chosen: Tensor, rejected: Tensor, batch: PackedBatch, loss: LossSection
-) -> Tensor:
+def pair_losses(chosen: Tensor, rejected: Tensor, batch: PackedBatch, loss: LossSection) -> Tensor:
     """Return the configured objective of each pair ``[pairs]``."""
     return bradley_terry_loss(
         chosen,

@@ -37,6 +37,12 @@ class RunFolder:
         """Whether a file is there."""
         return self._filesystem.get_file_info(self._inner(name)).type != pafs.FileType.NotFound
 
+    def has_entries(self, name: str, *, prefix: str) -> bool:
+        """Whether a folder holds an entry whose name begins with ``prefix``."""
+        selector = pafs.FileSelector(self._inner(name), allow_not_found=True)
+        entries = self._filesystem.get_file_info(selector)
+        return any(entry.base_name.startswith(prefix) for entry in entries)
+
     def read_json(self, name: str) -> Any:
         """Return a JSON file's value, or None where the file is missing."""
         if not self.exists(name):

@@ -1,4 +1,4 @@
-"""Metrics out of the first worker: metrics.jsonl always, Weights & Biases where it is configured."""
+"""Metrics out of the first worker: metrics.jsonl always, W&B where it is configured."""
 
 import json
 import logging
@@ -52,10 +52,12 @@ class Tracker:
             self._wandb_run.log(dict(line), step=int(line["step"]))
 
     def log_evaluation(self, line: dict[str, Any], rewards: Mapping[str, np.ndarray]) -> None:
-        """Write an evaluation's line, and a table and histograms of rewards ``[pairs, 2]`` a set."""
+        """Write an evaluation's line; of each set's rewards ``[pairs, 2]`` a table and histograms."""
         self._folder.append_json(METRICS, line)
         if self._wandb_run is not None:
-            media = {k: v for name, array in rewards.items() for k, v in _media(name, array).items()}
+            media = {
+                k: v for name, array in rewards.items() for k, v in _media(name, array).items()
+            }
             self._wandb_run.log({**line, **media}, step=int(line["step"]))
 
     def sync(self) -> None:

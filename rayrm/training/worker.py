@@ -13,7 +13,6 @@ import torch
 
 from rayrm.config.schema import RunConfig
 from rayrm.errors import RayrmError
-from rayrm.model.metrics import PairStats
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.card import model_card
 from rayrm.training.checkpoint import (
@@ -23,10 +22,11 @@ from rayrm.training.checkpoint import (
     save_checkpoint,
 )
 from rayrm.training.engine import Engine
-from rayrm.training.evaluate import evaluate, reduce_stats
+from rayrm.training.evaluate import evaluate
 from rayrm.training.export import export_model, take_proof
+from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
-from rayrm.training.loop import Progress, Shard, StepResult, training_steps
+from rayrm.training.loop import Progress, Shard, training_steps
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import Tracker
 
@@ -48,7 +48,7 @@ class Job:
     """Optimizer steps of the whole run."""
     steps_per_epoch: int
     eval_sets: tuple[str, ...]
-    """Names of the evaluation sets; the single unnamed one is ''."""
+    """Names of the evaluation sets."""
     board: Any
     """Actor that shows progress and failures to the driver."""
 
@@ -57,8 +57,8 @@ def train_worker(loop_config: dict[str, Any]) -> dict[str, Any] | None:
     """Train, evaluate, save and export; return the result on rank 0.
 
     An error that another start would meet again is posted on the driver's board, so that the
-    restarted workers find it there and stop. Any other may come from a lost peer: Ray Train restarts
-    the workers from the last checkpoint, and the driver hears of it.
+    restarted workers find it there and stop. Any other may come from a lost peer: Ray Train
+    restarts the workers from the last checkpoint, and the driver hears of it.
     """
     job: Job = loop_config["job"]
     if ray.get(job.board.failure.remote()) is not None:
@@ -83,10 +83,13 @@ def _train(job: Job) -> dict[str, Any] | None:
     progress = restore_checkpoint(engine)
     train_shard: Any = ray.train.get_dataset_shard("train")
     eval_shards: dict[str, Any] = {
-        name: ray.train.get_dataset_shard(eval_dataset_name(name)) for name in job.eval_sets
+        name: ray.train.get_dataset_shard(name) for name in job.eval_sets
     }
     folder = RunFolder(job.run_dir)
-    journal = Journal(engine, folder, job, config, progress)
+    tracker = None if engine.rank else _start_tracker(engine, folder, job, config, progress)
+    journal = Journal(
+        engine, progress, tracker, board=job.board, steps_per_epoch=job.steps_per_epoch
+    )
 
     def save(score: float) -> None:
         journal.sync()
@@ -122,9 +125,20 @@ def _train(job: Job) -> dict[str, Any] | None:
     return _export(engine, tokenizer, config, job, folder, progress, journal, train_shard)
 
 
-def eval_dataset_name(name: str) -> str:
-    """Return the Ray Train data set name of an evaluation set."""
-    return f"eval_{name}" if name else "eval"
+def _start_tracker(
+    engine: Engine, folder: RunFolder, job: Job, config: RunConfig, progress: Progress
+) -> Tracker:
+    """Open the logs, and tell the driver what starts."""
+    trained, total = engine.num_parameters()
+    job.board.start.remote(
+        f"training {trained:,} of {total:,} parameters on {engine.world_size} worker(s), "
+        f"{engine.device.type}, ZeRO stage {config.zero.stage}",
+        progress.step,
+        job.num_steps,
+    )
+    return Tracker(
+        folder, config.tracking.wandb, config=job.config, run_id=job.run_id, step=progress.step
+    )
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -147,16 +161,15 @@ def _evaluate(
     shards: dict[str, Shard],
     config: RunConfig,
     progress: Progress,
-    journal: "Journal",
+    journal: Journal,
 ) -> float:
     """Evaluate every set, write the line, and return the score of these weights."""
     metrics: dict[str, float] = {}
     rewards: dict[str, np.ndarray] = {}
     for name, shard in shards.items():
-        prefix = f"{eval_dataset_name(name)}_"
-        evaluation = evaluate(engine, shard, config.loss, prefix=prefix)
+        evaluation = evaluate(engine, shard, config.loss, prefix=f"{name}_")
         metrics |= evaluation.metrics
-        rewards[eval_dataset_name(name)] = evaluation.rewards
+        rewards[name] = evaluation.rewards
     if "eval_loss" not in metrics:
         metrics |= _mean_over_sets(metrics, list(shards))
     journal.write_evaluation(metrics, rewards)
@@ -165,99 +178,15 @@ def _evaluate(
 
 def _mean_over_sets(metrics: dict[str, float], names: list[str]) -> dict[str, float]:
     """Return loss and accuracy over the pairs of all sets together."""
-    counts = [metrics[f"eval_{name}_num_pairs"] for name in names]
+    counts = [metrics[f"{name}_num_pairs"] for name in names]
     return {
         f"eval_{metric}": sum(
-            count * metrics.get(f"eval_{name}_{metric}", 0.0)
+            count * metrics.get(f"{name}_{metric}", 0.0)
             for name, count in zip(names, counts, strict=True)
         )
         / max(sum(counts), 1)
         for metric in ("loss", "accuracy")
     }
-
-
-class Journal:
-    """Adds up steps between log lines and writes them, on rank 0, to the tracker and the board."""
-
-    def __init__(
-        self, engine: Engine, folder: RunFolder, job: Job, config: RunConfig, progress: Progress
-    ) -> None:
-        self._engine = engine
-        self._job = job
-        self._progress = progress
-        self._stats = PairStats.zero(engine.device)
-        self._seconds = 0.0
-        self._learning_rate = 0.0
-        self._tracker = None
-        if engine.rank == 0:
-            self._tracker = Tracker(
-                folder,
-                config.tracking.wandb,
-                config=job.config,
-                run_id=job.run_id,
-                step=progress.step,
-            )
-            trained, total = engine.num_parameters()
-            job.board.start.remote(
-                f"{trained:,} of {total:,} parameters are trained, on {engine.world_size} "
-                f"worker(s), ZeRO stage {config.zero.stage}",
-                progress.step,
-                job.num_steps,
-            )
-
-    @property
-    def wandb_run_id(self) -> str | None:
-        """Id of the W&B run, if there is one."""
-        return None if self._tracker is None else self._tracker.wandb_run_id
-
-    def add(self, step: StepResult) -> None:
-        """Take a step into the current line."""
-        self._stats = self._stats + step.stats
-        self._seconds += step.seconds
-        self._learning_rate = step.learning_rate
-
-    def write_line(self) -> None:
-        """Reduce the steps since the last line over all ranks and write them; collective."""
-        stats = reduce_stats(self._engine, self._stats)
-        seconds = max(self._seconds, 1e-9)
-        self._progress.num_tokens += stats.num_tokens
-        line = {
-            "step": self._progress.step,
-            "epoch": self._progress.epoch
-            + self._progress.step_in_epoch / self._job.steps_per_epoch,
-            **stats.compute(),
-            "learning_rate": self._learning_rate,
-            "grad_norm": self._engine.grad_norm,
-            "num_tokens": self._progress.num_tokens,
-            "pairs_per_second": stats.num_pairs / seconds,
-            "tokens_per_second": stats.num_tokens / seconds,
-            "skipped_steps": self._progress.skipped_steps,
-        }
-        self._progress.metrics |= line
-        self._stats, self._seconds = PairStats.zero(self._engine.device), 0.0
-        if self._tracker is not None:
-            self._tracker.log(line)
-            self._job.board.update.remote(line)
-
-    def write_evaluation(
-        self, metrics: dict[str, float], rewards: dict[str, np.ndarray]
-    ) -> None:
-        """Write an evaluation of all sets."""
-        self._progress.metrics |= metrics
-        if self._tracker is not None:
-            line = {"step": self._progress.step, **metrics}
-            self._tracker.log_evaluation(line, rewards)
-            self._job.board.update.remote(line)
-
-    def sync(self) -> None:
-        """Bring files behind a URL up to date with the checkpoint that follows."""
-        if self._tracker is not None:
-            self._tracker.sync()
-
-    def finish_training(self) -> None:
-        """Close the tracker; what follows is export."""
-        if self._tracker is not None:
-            self._tracker.finish()
 
 
 def _export(

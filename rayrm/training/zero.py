@@ -1,6 +1,6 @@
 """The DeepSpeed configuration of a run, as a pure function of its sections."""
 
-from typing import Any
+from typing import Any, cast
 
 from rayrm.config.schema import ZeroSection
 
@@ -36,5 +36,5 @@ def _laid_over(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     for key, value in extra.items():
         below = merged.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = _laid_over(below, value) if both else value
+        merged[key] = _laid_over(cast("dict[str, Any]", below), value) if both else value
     return merged

@@ -2,7 +2,7 @@ import json
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrm.data.columns import COLUMNS
@@ -400,8 +400,27 @@ def test_a_renamed_column_must_be_there(missing: str):
     )
 
 
-def test_every_column_that_a_layout_reads_can_be_renamed():
-    assert {"prompt", "chosen", "rejected", "margin", "winner_tie", "chosen_ids"} <= COLUMNS
+@pytest.mark.parametrize(
+    "row",
+    [
+        text_row(margin=1),
+        {"chosen": [ASK, YES], "rejected": [ASK, NO], "tools": [], "chat_template_kwargs": {}},
+        {"messages": [ASK], "chosen": "Yes.", "rejected": "No."},
+        {"conversations": [ASK], "chosen": "Yes.", "rejected": "No."},
+        {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
+        {"prompt_input_ids": [1], "chosen_input_ids": [2], "rejected_input_ids": [3]},
+        {"conversation_a": [ASK, YES], "conversation_b": [ASK, NO], "winner": "model_a"},
+        {"prompt": "Q", "response_a": "A", "response_b": "B", "winner_model_a": 1},
+        {"prompt": "Q", "response_a": "A", "response_b": "B", "winner_model_b": 1},
+        {"instruction": "Q", "completions": ["A", "B"], "scores": [1, 2]},
+    ],
+)
+def test_every_layout_is_read_under_other_names(row: dict[str, Any]):
+    columns = {name: f"my_{name}" for name in row}
+    assert columns.keys() <= COLUMNS
+    pair = parse({f"my_{name}": value for name, value in row.items()}, columns)
+    assert not isinstance(pair, Drop)
+    assert pair == parse(row)
 
 
 @pytest.mark.parametrize(
@@ -568,22 +587,34 @@ def test_scores_that_make_no_pair(completions: Any, scores: Any, reason: Reason)
 
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=9)  # halves of characters too
-KEYS = st.sampled_from(["role", "content", "from", "value", "tool_calls"])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
+KEYS = st.sampled_from(["role", "content", "from", "value", "tool_calls", "name", "text"])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(KEYS, inner)
-        | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": inner})
-    ),
-    max_leaves=8,
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
 )
-ROWS = st.dictionaries(st.sampled_from([*sorted(COLUMNS), "label", "x"]), JSON, max_size=6)
-PAIRED_ROWS = st.builds(
-    lambda chosen, rejected, row: {**row, "chosen": chosen, "rejected": rejected}, JSON, JSON, ROWS
+ROLES = st.sampled_from(["system", "user", "assistant", "tool", "bot"])
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": ROLES, "content": TEXT | JSON}, optional={"tool_calls": JSON})
+    | st.fixed_dictionaries({"from": st.just("gpt") | TEXT, "value": TEXT | JSON}),
+    max_size=3,
+)
+SIDES = TEXT | MESSAGES | JSON
+ROWS = st.dictionaries(st.sampled_from([*sorted(COLUMNS), "label", "x"]), SIDES, max_size=6)
+PAIRED_ROWS = st.fixed_dictionaries(
+    {"chosen": SIDES, "rejected": SIDES},
+    optional={
+        "prompt": SIDES,
+        "messages": MESSAGES,
+        "margin": st.floats(-2, 2) | JSON,
+        "tools": st.just([]) | JSON,
+        "chat_template_kwargs": JSON,
+    },
 )
 
 
+@settings(deadline=None)
 @given(JSON | ROWS | PAIRED_ROWS)
 def test_any_json_value_is_a_pair_or_a_reason(value: Any):
     outcome = parse(value)

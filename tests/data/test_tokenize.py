@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizer
 
@@ -292,6 +292,7 @@ def test_a_batch_is_encoded_as_each_of_its_members():
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
+@settings(deadline=None)
 @given(prompt=TEXT, chosen=TEXT, rejected=TEXT)
 @pytest.mark.parametrize("adds", ["nothing", "bos"])
 def test_prompt_and_reply_equal_the_plain_encoding(

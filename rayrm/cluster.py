@@ -1,11 +1,75 @@
-"""What workers and data tasks ask of the cluster, so that neither starves the other."""
+"""The Ray that a run uses: found or started, and what workers and data tasks ask of it."""
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+import ray
+import ray.data
 
 from rayrm.config.schema import ScalingSection
 from rayrm.errors import ConfigError
+
+_SETTINGS = {
+    # every report waits for the controller's next poll: 2 s by Ray's default
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+}
+
+
+@contextlib.contextmanager
+def ray_running(scaling: ScalingSection) -> Iterator[None]:
+    """Use the Ray that is there, or start one of our own and stop it at the end."""
+    with _environment(_SETTINGS), _quiet_ray_data():
+        if ray.is_initialized():
+            yield
+            return
+        _start(scaling)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _start(scaling: ScalingSection) -> None:
+    try:
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        ray.init(
+            address="local",
+            num_cpus=_local_cpus(scaling),
+            include_dashboard=False,
+            log_to_driver=False,
+        )
+
+
+@contextlib.contextmanager
+def _quiet_ray_data() -> Iterator[None]:
+    """Keep Ray Data's plans and bars off the terminal; its warnings stay."""
+    context = ray.data.DataContext.get_current()
+    bars, context.enable_progress_bars = context.enable_progress_bars, False
+    data_logger = logging.getLogger("ray.data")
+    level = data_logger.level
+    data_logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        context.enable_progress_bars = bars
+        data_logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that are unset, and unset them again."""
+    own = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +130,7 @@ def _check_room(workers: int, cpus: float, total: float) -> None:
         )
 
 
-def local_cpus(scaling: ScalingSection) -> int:
+def _local_cpus(scaling: ScalingSection) -> int:
     """Return the logical CPUs of a Ray of our own: this machine's, or as many as are asked for."""
     asked = (scaling.resources_per_worker or {}).get("CPU", 0.0) * scaling.num_workers
     return max(os.cpu_count() or 1, int(asked) + 1, 2)

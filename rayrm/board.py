@@ -1,0 +1,93 @@
+"""Between the first worker and the driver: progress to show, and a failure to raise."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from tqdm import tqdm
+
+from rayrm.errors import RayrmError
+
+
+class Board:
+    """The actor: the first worker posts, the driver reads."""
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+        self._step = 0
+        self._num_steps = 0
+        self._line: dict[str, Any] = {}
+        self._failure: RayrmError | None = None
+
+    def start(self, headline: str, step: int, num_steps: int) -> None:
+        """Training starts, or starts again from a checkpoint."""
+        self._notes.append(headline if step == 0 else f"{headline}; going on from step {step}")
+        self._step, self._num_steps = step, num_steps
+
+    def note(self, text: str) -> None:
+        """Take a line of text for the user."""
+        self._notes.append(text)
+
+    def update(self, line: dict[str, Any]) -> None:
+        """Take a line of metrics."""
+        self._step = line["step"]
+        self._line = self._line | line
+
+    def read(self) -> tuple[list[str], int, int, dict[str, Any]]:
+        """Return the notes not read yet, the step, the number of steps and the latest metrics."""
+        notes, self._notes = self._notes, []
+        return notes, self._step, self._num_steps, self._line
+
+    def fail(self, error: RayrmError) -> None:
+        """Post an error that a restart would only meet again."""
+        self._failure = error
+
+    def failure(self) -> RayrmError | None:
+        """Return what was posted."""
+        return self._failure
+
+
+@contextlib.contextmanager
+def showing(board: Any) -> Iterator[None]:
+    """Show the board's progress while the block runs: a bar, or lines where there is no terminal."""
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(board, done), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join(timeout=5)
+
+
+def _watch(board: Any, done: threading.Event) -> None:
+    bar: tqdm[Any] | None = None
+    shown = 0
+    while True:
+        finished = done.wait(0.5)
+        try:
+            notes, step, num_steps, line = ray.get(board.read.remote(), timeout=5)
+        except Exception:  # the bar must never end a run
+            return
+        for note in notes:
+            tqdm.write(note, file=sys.stderr)
+        if bar is None and num_steps:
+            bar = tqdm(total=num_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+        if bar is not None and step != shown:
+            shown = step
+            if bar.disable and line:
+                print(f"step {step}/{num_steps}  {_short(line)}", file=sys.stderr, flush=True)
+            bar.n = step
+            bar.set_postfix_str(_short(line))
+        if finished:
+            if bar is not None:
+                bar.close()
+            return
+
+
+def _short(line: dict[str, Any]) -> str:
+    names = ("loss", "accuracy", "eval_loss", "eval_accuracy", "pairs_per_second")
+    return "  ".join(f"{name} {line[name]:.4g}" for name in names if name in line)

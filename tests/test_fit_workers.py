@@ -1,0 +1,165 @@
+"""Any number of workers, a killed worker, and a caller inside Ray: the same training."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
+
+NUM_PAIRS = 13
+BATCH_SIZE = 4
+
+
+def text_rows(num_rows: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": f"Question {number}: " + "what is it? " * (number % 4),
+            "chosen": f"The answer is {number}." + " Yes." * (number % 5),
+            "rejected": "No." + " Not at all." * (number % 3),
+            "margin": 0.1 * (number % 3),
+        }
+        for number in range(num_rows)
+    ]
+
+
+def config_for(base_model: Path, output_dir: Path, name: str, **train: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "output_dir": str(output_dir)},
+        "model": {"name_or_path": str(base_model), "dtype": "float32"},
+        "data": {"train": [], "max_length": 256},
+        "loss": {"center_rewards_coefficient": 0.01},
+        "train": {
+            "batch_size": BATCH_SIZE,
+            "num_train_epochs": 2,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            **train,
+        },
+        "tracking": {"wandb": None},
+    }
+
+
+def training_lines(run_dir: str | Path) -> list[dict[str, Any]]:
+    text = Path(run_dir, "metrics.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+
+
+def test_one_and_two_workers_take_the_same_steps(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    lines = {}
+    for num_workers in (1, 2):
+        config = config_for(base_model, tmp_path, f"workers-{num_workers}")
+        config["scaling"] = {"num_workers": num_workers}
+        # two workers cut their shares differently, too
+        config["train"]["max_tokens_per_micro_batch"] = 4096 if num_workers == 1 else 128
+        result = rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
+        lines[num_workers] = training_lines(result.run_dir)
+    assert [line["step"] for line in lines[1]] == list(range(1, 9))  # 2 epochs of 4 + 4 + 4 + 1
+    for one, two in zip(lines[1], lines[2], strict=True):
+        for name in ("loss", "accuracy", "margin", "min_reward", "max_reward", "num_tokens"):
+            assert two[name] == pytest.approx(one[name], abs=1e-5), (one["step"], name)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    epochs = lines[1][:4], lines[1][4:]
+    assert [x["loss"] for x in epochs[0]] != pytest.approx([x["loss"] for x in epochs[1]])
+
+
+def test_a_killed_worker_costs_nothing_but_time(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_for(base_model, tmp_path, "killed", num_train_epochs=6, save_steps=3)
+    config["scaling"] = {"num_workers": 2}
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    killer = threading.Thread(target=kill_a_worker, args=(metrics, 8))
+    killer.start()
+    result = rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
+    killer.join()
+    told = json.loads(Path(result.run_dir, "result.json").read_text())
+    assert told["resumed"] == 1
+    assert told["pairs"] == 6 * NUM_PAIRS
+    lines = training_lines(result.run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    tokens = [line["num_tokens"] for line in lines]
+    assert tokens == sorted(tokens)
+    assert tokens[3] * 6 == tokens[-1]  # every epoch computed the same pairs
+
+
+def kill_a_worker(metrics: Path, num_lines: int) -> None:
+    """Kill one training worker of this process's Ray after so many lines of metrics."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= num_lines:
+            break
+        time.sleep(0.02)
+    workers = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "RayTrainWorker" in " ".join(process.cmdline())
+    ]
+    os.kill(workers[-1].pid, signal.SIGKILL)
+
+
+def test_fit_takes_a_ray_data_set_inside_an_actor(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import ray
+    import ray.data
+
+    @ray.remote(num_cpus=1)
+    class Caller:
+        def train(self, config: dict[str, Any]) -> Any:
+            import rayrm
+
+            rows = ray.data.from_items(text_rows(NUM_PAIRS))
+            held_out = {"a": text_rows(5), "b": text_rows(3)}
+            return rayrm.fit(config, datasets={"train": rows, "eval": held_out})
+
+    config = config_for(
+        base_model,
+        tmp_path,
+        "actor",
+        num_train_epochs=1,
+        eval_steps=2,
+        metric_for_best_model="eval_b_accuracy",
+    )
+    result = ray.get(Caller.remote().train.remote(config))
+    told = json.loads(Path(result.run_dir, "result.json").read_text())
+    assert told["pairs"] == NUM_PAIRS
+    assert result.metrics["eval_a_num_pairs"] == 5
+    assert result.metrics["eval_b_num_pairs"] == 3
+    assert "eval_loss" in result.metrics
+    assert Path(result.model_dir, "model.safetensors").exists()
+
+
+def test_no_usable_row_ends_with_the_counts_by_reason(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_for(base_model, tmp_path, "none")
+    config["data"]["max_length"] = 8
+    with pytest.raises(rayrm.DataError, match=r"none of 13 rows .*13 too_long.*data\.max_length"):
+        rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
+
+
+def test_on_bad_row_stop_names_the_first_bad_row(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_for(base_model, tmp_path, "stop")
+    config["data"]["on_bad_row"] = "stop"
+    rows = [*text_rows(3), {"prompt": "a", "chosen": "", "rejected": "b"}]
+    with pytest.raises(rayrm.DataError, match="row 3: empty_response"):
+        rayrm.fit(config, datasets={"train": rows})
