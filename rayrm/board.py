@@ -25,7 +25,7 @@ class Board:
     def start(self, headline: str, step: int, num_steps: int) -> None:
         """Training starts, or starts again from a checkpoint."""
         self._notes.append(headline if step == 0 else f"{headline}; going on from step {step}")
-        self._step, self._num_steps = step, num_steps
+        self._step, self._num_steps, self._line = step, num_steps, {}
 
     def note(self, text: str) -> None:
         """Take a line of text for the user."""
@@ -52,7 +52,7 @@ class Board:
 
 @contextlib.contextmanager
 def showing(board: Any) -> Iterator[None]:
-    """Show the board's progress while the block runs: a bar, or lines where there is no terminal."""
+    """Show the board's progress while the block runs: a bar, or lines without a terminal."""
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(board, done), daemon=True)
     watcher.start()

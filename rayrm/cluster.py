@@ -109,6 +109,8 @@ def choose_resources(
     use_gpu = gpus >= workers if scaling.use_gpu == "auto" else scaling.use_gpu
     if scaling.resources_per_worker is not None:
         per_worker = dict(scaling.resources_per_worker)
+        if scaling.use_gpu == "auto" and "GPU" in per_worker:
+            use_gpu = per_worker["GPU"] > 0
         _check_room(workers, per_worker.get("CPU", 0.0), cluster.get("CPU", 0.0))
         return Resources(workers, use_gpu, per_worker, cpus_per_task=1.0)
     budget = max(available.get("CPU", 0.0), 0.5)

@@ -20,4 +20,4 @@ class DataError(RayrmError):
 
 
 class CheckpointError(RayrmError):
-    """A checkpoint or a saved model is incomplete, foreign, or does not score as the trained one."""
+    """A checkpoint or saved model is incomplete, foreign, or does not score as the trained one."""

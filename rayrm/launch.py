@@ -1,4 +1,4 @@
-"""``fit``: from a configuration to a finished run, on the Ray that is there or on one of its own."""
+"""``fit``: from a configuration to a finished run, on the Ray that is there or on its own."""
 
 import contextlib
 import logging

@@ -49,10 +49,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     plain = config.model_dump(mode="json")
     plain["run"]["output_dir"] = _absolute(plain["run"]["output_dir"])
     model = plain["model"]
-    if os.path.exists(model["name_or_path"]):
-        model["name_or_path"] = os.path.abspath(model["name_or_path"])
+    own_folder = _absolute(model["name_or_path"])
+    if model["name_or_path"] != "quickstart" and os.path.exists(own_folder):
+        model["name_or_path"] = own_folder
     if model["chat_template_path"] is not None:
-        model["chat_template_path"] = os.path.abspath(model["chat_template_path"])
+        model["chat_template_path"] = _absolute(model["chat_template_path"])
     for source in (*plain["data"]["train"], *plain["data"]["eval"].values()):
         source["path"] = _absolute(source["path"])
     return RunConfig.model_validate(plain)

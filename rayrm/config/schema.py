@@ -282,6 +282,12 @@ class ScalingSection(Section):
     max_failures: Annotated[int, Field(ge=0), NoBool] = 3
     """Restarts from the last checkpoint after a lost worker before the run fails."""
 
+    @model_validator(mode="after")
+    def _gpus_are_used(self) -> "ScalingSection":
+        if self.use_gpu is False and (self.resources_per_worker or {}).get("GPU", 0) > 0:
+            raise ValueError("resources_per_worker asks for a GPU, but use_gpu is false")
+        return self
+
 
 class WandbSection(Section):
     """One Weights & Biases run, written by the first worker."""

@@ -49,6 +49,8 @@ class StepShare:
     """Pairs of the step over all ranks."""
     row_ids: list[tuple[int, int]]
     """File number and row of each of ``pairs``."""
+    num_tokens: int
+    """Tokens of the step over all ranks."""
 
 
 def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Iterator[pa.Table]:
@@ -121,10 +123,12 @@ class Feeder:
         self._steps: Iterator[pa.Table] = iter(())
         self._next_step = 0
         self._num_steps: dict[int, int] = {}
-        self._shares: dict[tuple[int, int], tuple[pa.Table, MicroBatches, int]] = {}
+        self._shares: dict[tuple[int, int], tuple[pa.Table, MicroBatches, int, int]] = {}
 
-    def share(self, rank: int, epoch: int, step: int) -> tuple[pa.Table, MicroBatches, int] | None:
-        """Return a rank's rows, its micro-batches and the step's pairs; None after the last step."""
+    def share(
+        self, rank: int, epoch: int, step: int
+    ) -> tuple[pa.Table, MicroBatches, int, int] | None:
+        """Return a rank's rows and micro-batches, and the step's pairs and tokens; None at the end."""
         if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
             return None
         if epoch != self._epoch or (step < self._next_step and (rank, step) not in self._shares):
@@ -147,14 +151,16 @@ class Feeder:
         self._epoch, self._next_step, self._shares = epoch, 0, {}
 
     def _deal(self, table: pa.Table, step: int) -> None:
-        lengths = pc.max_element_wise(table["chosen_length"], table["rejected_length"]).to_pylist()
+        chosen, rejected = table["chosen_length"], table["rejected_length"]
+        lengths = pc.max_element_wise(chosen, rejected).to_pylist()
+        num_tokens = pc.sum(chosen).as_py() + pc.sum(rejected).as_py()
         plan = plan_step(lengths, num_ranks=self._num_ranks, max_tokens=self._plan.max_tokens)
         for rank, micro_batches in enumerate(plan):
             mine = [position for micro_batch in micro_batches for position in micro_batch]
             place = {position: index for index, position in enumerate(mine)}
             rows = table.take(pa.array(mine, pa.int64()))
             local = [[place[position] for position in part] for part in micro_batches]
-            self._shares[rank, step] = (rows, local, table.num_rows)
+            self._shares[rank, step] = (rows, local, table.num_rows, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +177,9 @@ class FeedShard:
         while (share := ray.get(coming)) is not None:
             step += 1
             coming = self.feeder.share.remote(self.rank, epoch, step)
-            table, micro_batches, num_pairs = share
+            table, micro_batches, num_pairs, num_tokens = share
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
-            yield StepShare(pairs_of(table), micro_batches, num_pairs, row_ids)
+            yield StepShare(pairs_of(table), micro_batches, num_pairs, row_ids, num_tokens)
 
 
 class FeedConfig(ray.train.DataConfig):

@@ -1,8 +1,9 @@
 """From configured or handed-over sources to tokenized streams, every row accounted for."""
 
+import itertools
 import logging
-import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rayrm.config.schema import RunConfig, Source
@@ -20,7 +21,7 @@ def eval_names(config: RunConfig, handed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the evaluation sets by name: handed-over rows, or else configured sources."""
     given = handed.get("eval", config.data.eval)
     sets = given if isinstance(given, Mapping) else {"": given}
-    return {f"eval_{name}".rstrip("_"): rows for name, rows in sets.items()}
+    return {f"eval_{name}" if name else "eval": rows for name, rows in sets.items()}
 
 
 def open_streams(
@@ -32,11 +33,13 @@ def open_streams(
         ConfigError: a source does not exist, or handed-over rows are of an unknown type.
     """
     raw: dict[str, RawRows] = {}
+    eval_sets = eval_names(config, handed)
     if TRAIN in handed:
         raw[TRAIN] = hand_over(handed[TRAIN], label=TRAIN)
     else:
-        raw[TRAIN] = open_sources(_labelled(config.data.train), field="data.train")
-    for name, rows in eval_names(config, handed).items():
+        sources = label_sources(config.data.train, taken=eval_sets)
+        raw[TRAIN] = open_sources(sources, field="data.train")
+    for name, rows in eval_sets.items():
         if isinstance(rows, Source):
             raw[name] = open_sources([(name, rows)], field=_field(name))
         else:
@@ -75,13 +78,16 @@ def _field(name: str) -> str:
     return "data." + name.replace("eval_", "eval.", 1)
 
 
-def _labelled(sources: Sequence[Source]) -> list[tuple[str, Source]]:
-    """Name each source by its file, made unique."""
-    labels: list[tuple[str, Source]] = []
+def label_sources(
+    sources: Iterable[Source], taken: Collection[str] = ()
+) -> list[tuple[str, Source]]:
+    """Name each source by its file or folder: fit for a file's name, and like no other label."""
+    labels: dict[str, Source] = {}
     for source in sources:
-        stem = os.path.basename(source.path.rstrip("/*")).split(".")[0] or "source"
-        stem = stem.replace(":", "-")
-        taken = [label for label, _ in labels]
-        number = sum(label == stem or label.startswith(f"{stem}-") for label in taken)
-        labels.append((f"{stem}-{number + 1}" if stem in taken else stem, source))
-    return labels
+        stems = (part.split(".")[0] for part in reversed(source.path.split("/")))
+        words = (re.sub(r"[^\w-]+", "-", stem).strip("-") for stem in stems)
+        word = next(filter(None, words), "source")
+        numbered = (f"{word}-{number}" for number in itertools.count(2))
+        free = (label for label in itertools.chain([word], numbered) if label not in taken)
+        labels[next(label for label in free if label not in labels)] = source
+    return list(labels.items())

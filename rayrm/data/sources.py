@@ -66,7 +66,7 @@ def open_sources(sources: Iterable[tuple[str, Source]], *, field: str) -> RawRow
             opened = hand_over(_load_from_hub(source, field), label=label, first_file=len(files))
             own_files, dataset = list(opened.files), opened.dataset
         else:
-            own_files = _list_files(source.path, label, field)
+            own_files = list_files(source.path, label=label, field=field)
             dataset = _read_files(own_files, first_file=len(files))
         datasets.append(dataset if source.limit is None else dataset.limit(source.limit))
         files += own_files
@@ -114,7 +114,12 @@ def _load_from_hub(source: Source, field: str) -> Any:
         raise ConfigError(f"{field}: cannot load hub data set {name!r} ({first_line})") from error
 
 
-def _list_files(path: str, label: str, field: str) -> list[RowFile]:
+def list_files(path: str, *, label: str, field: str) -> list[RowFile]:
+    """Return the files that a path, folder, glob or URL stands for, sorted.
+
+    Raises:
+        ConfigError: there are none, or one is of no known kind.
+    """
     scheme, _, split = path.partition(":")
     if scheme == "quickstart":
         if split not in ("train", "eval"):

@@ -82,7 +82,8 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
     """Load the backbone's configuration as that of a one-label classifier with this padding.
 
     Raises:
-        ConfigError: the folder cannot be read, or is a classifier with several labels.
+        ConfigError: the folder cannot be read, is a classifier with several labels, or has no place
+            for the padding.
     """
     path = resolve_name_or_path(model)
     options: dict[str, Any] = {
@@ -102,6 +103,11 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
         raise ConfigError(
             f"model.name_or_path: {model.name_or_path} is a classifier with {config.num_labels} "
             "labels; a reward model has one: start from its backbone, or from a one-label model"
+        )
+    if model.lora is not None and len(tokenizer) > config.get_text_config().vocab_size:
+        raise ConfigError(
+            "model.pad_token: the tokenizer has no token to spare for padding, and a new one does "
+            "not fit into an adapter; name a token that never ends a text"
         )
     config.num_labels = 1
     config.pad_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
@@ -123,22 +129,23 @@ def build_reward_model(
 ) -> RewardModel | EncoderRewardModel:
     """Load the backbone and its head, ready to train.
 
-    A missing head is drawn from ``seed`` with the backbone's initializer range, alike on every rank
-    and under every ZeRO stage; a head that the folder has is kept. Under ZeRO-3 the weights go
-    straight into their partitions.
+    Weights that the folder lacks, such as the head, are drawn from ``seed`` with the backbone's
+    initializer range, alike on every rank and under every ZeRO stage; a head that it has is kept.
+    Under ZeRO-3 the weights go straight into their partitions.
 
     Raises:
         ConfigError: no one-label classifier can be made of this model.
     """
+    torch.manual_seed(seed)  # for what is drawn elsewhere: adapters, the embedding of a new token
     config = load_config(model, tokenizer)
+    pad_token_id = config.pad_token_id
+    has_new_token = len(tokenizer) > config.get_text_config().vocab_size
+    if has_new_token:
+        config.pad_token_id = None  # the embeddings to be loaded have no place for it yet
     classifier, new_weights = _load_classifier(model, config)
-    if len(tokenizer) > config.get_text_config().vocab_size:
-        if model.lora is not None:
-            raise ConfigError(
-                "model.pad_token: the tokenizer has no token to spare for padding, and a new one "
-                "does not fit into an adapter; name a token that never ends a text"
-            )
+    if has_new_token:
         classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        classifier.config.pad_token_id = pad_token_id
     head_name = next(
         (name for name, _ in classifier.named_children() if name in ("score", "classifier")), None
     )
@@ -146,16 +153,15 @@ def build_reward_model(
         raise ConfigError(f"model.name_or_path: {type(classifier).__name__} has no scalar head")
     if new_weights:
         logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
-        _draw_head(classifier.get_submodule(head_name), config, seed, gather)
+        _draw_weights(classifier, new_weights, seed, gather)
     if model.gradient_checkpointing:
-        classifier.gradient_checkpointing_enable({"use_reentrant": False})
+        classifier.activation_checkpointing_enable({"use_reentrant": False})
 
     is_decoder = head_name == "score" and isinstance(classifier.get_submodule("score"), nn.Linear)
     if is_decoder:
         _compute_head_in_float32(classifier)
     wrapped: nn.Module = classifier
     if model.lora is not None:
-        torch.manual_seed(seed)  # adapters are drawn from torch's own generator
         wrapped = add_lora(classifier, model.lora, head=head_name)
     if not is_decoder:
         return EncoderRewardModel(wrapped)
@@ -188,16 +194,21 @@ def _load_classifier(
     return classifier, set(info["missing_keys"])
 
 
-def _draw_head(head: nn.Module, config: PretrainedConfig, seed: int, gather: Gather) -> None:
-    std = getattr(config.get_text_config(), "initializer_range", 0.02)
+def _draw_weights(
+    classifier: PreTrainedModel, names: set[str], seed: int, gather: Gather
+) -> None:
+    """Draw matrices from ``seed``; a bias begins at zero, the scale of a norm at one."""
+    std = getattr(classifier.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in head.parameters():
+    for name, parameter in classifier.named_parameters():
+        if name not in names:
+            continue
         with gather([parameter]), torch.no_grad():
-            if parameter.ndim < 2:
-                parameter.zero_()
-            elif parameter.numel():
+            if parameter.ndim >= 2:
                 draw = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
                 parameter.copy_(draw)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _compute_head_in_float32(classifier: PreTrainedModel) -> None:

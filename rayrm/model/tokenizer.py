@@ -2,12 +2,12 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rayrm.config.schema import ModelSection
 from rayrm.errors import ConfigError
-from rayrm.model.quickstart import quickstart_folder
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,9 @@ _NEW_PAD_TOKEN = "<|pad|>"
 def resolve_name_or_path(model: ModelSection) -> str:
     """Return the folder or hub name to load from; 'quickstart' is built where it is missing."""
     if model.name_or_path == "quickstart":
+        # imported here, since it loads whole model classes that no other tokenizer needs
+        from rayrm.model.quickstart import quickstart_folder
+
         return str(quickstart_folder())
     return model.name_or_path
 
@@ -33,26 +36,32 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         ConfigError: the tokenizer cannot be loaded, or a token or template named in the
             configuration does not exist.
     """
-    tokenizer = _from_pretrained(model, resolve_name_or_path(model))
+    tokenizer = _from_pretrained(
+        resolve_name_or_path(model),
+        field="model.name_or_path",
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+    )
     if model.eos_token is not None:
         tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "model.eos_token")
     if model.chat_template_path is not None:
         tokenizer.chat_template = _read_chat_template(model.chat_template_path)
-    tokenizer.pad_token = _choose_pad_token(tokenizer, model.pad_token)
+    pad_token = _choose_pad_token(tokenizer, model.pad_token)
+    if pad_token not in tokenizer.get_vocab():
+        tokenizer.add_tokens(pad_token, special_tokens=True)  # else its id is that of <unk>
+    tokenizer.pad_token = pad_token
     tokenizer.padding_side = "right"
     return tokenizer
 
 
-def _from_pretrained(model: ModelSection, path: str) -> PreTrainedTokenizerBase:
+def _from_pretrained(path: str, *, field: str, **options: Any) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(
-            path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"model.name_or_path: no tokenizer could be loaded from {model.name_or_path!r} "
-            f"({first_line}); give a model folder or a hub name"
+            f"{field}: no tokenizer could be loaded from {path!r} ({first_line}); give a "
+            "folder that has one, or the name of a hub model"
         ) from error
 
 
@@ -65,7 +74,7 @@ def _known_token(tokenizer: PreTrainedTokenizerBase, token: str, field: str) -> 
 def _read_chat_template(path: str) -> str:
     place = Path(path)
     if place.is_dir():
-        template = AutoTokenizer.from_pretrained(place).chat_template
+        template = _from_pretrained(path, field="model.chat_template_path").chat_template
         if not isinstance(template, str):
             raise ConfigError(f"model.chat_template_path: {path} has no chat template of its own")
         return template

@@ -86,7 +86,7 @@ class Engine:
     @property
     def learning_rate(self) -> float:
         """The learning rate that the next step uses."""
-        return self._scheduler.get_last_lr()[0]
+        return float(self._scheduler.get_last_lr()[0])
 
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the rewards of chosen and rejected, float32 ``[pairs]`` each."""
@@ -147,10 +147,6 @@ class Engine:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        dist.barrier()
 
     def num_parameters(self) -> tuple[int, int]:
         """Return the numbers of trained and of all parameters."""

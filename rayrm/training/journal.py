@@ -48,7 +48,6 @@ class Journal:
         """Reduce the steps since the last line over all ranks and write them; collective."""
         stats = reduce_stats(self._engine, self._stats)
         seconds = max(self._seconds, 1e-9)
-        self._progress.num_tokens += stats.num_tokens
         line = {
             "step": self._progress.step,
             "epoch": self._progress.epoch + self._progress.step_in_epoch / self._steps_per_epoch,

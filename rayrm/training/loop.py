@@ -11,7 +11,8 @@ from torch import Tensor
 from rayrm.config.schema import LossSection
 from rayrm.data.feed import StepShare
 from rayrm.data.packing import PackedBatch, pack_pairs
-from rayrm.errors import RayrmError
+from rayrm.data.tokenize import TokenizedPair
+from rayrm.errors import DataError, RayrmError
 from rayrm.model.loss import bradley_terry_loss
 from rayrm.model.metrics import PairStats
 
@@ -58,7 +59,7 @@ class Progress:
     step_in_epoch: int = 0
     num_pairs: int = 0
     """Pairs trained on over all ranks, once an epoch each."""
-    num_tokens: float = 0
+    num_tokens: int = 0
     """Tokens computed over all ranks since the first start."""
     seconds: float = 0.0
     """Time in training steps, start-up and evaluation excluded."""
@@ -79,6 +80,8 @@ class StepResult:
 
     stats: PairStats
     """Sums over this rank's pairs, still on the device."""
+    pairs: list[TokenizedPair]
+    """This rank's pairs."""
     learning_rate: float
     seconds: float
 
@@ -96,6 +99,7 @@ def training_steps(
 
     Raises:
         RayrmError: several updates in a row were not finite.
+        DataError: an epoch has fewer steps than were counted.
     """
     skipped_in_a_row = 0
     while progress.step < num_steps:
@@ -106,6 +110,7 @@ def training_steps(
             progress.step += 1
             progress.step_in_epoch += 1
             progress.num_pairs += share.num_pairs
+            progress.num_tokens += share.num_tokens
             if engine.step_was_applied:
                 skipped_in_a_row = 0
             else:
@@ -117,9 +122,15 @@ def training_steps(
             progress.seconds += seconds
             if progress.step_in_epoch == steps_per_epoch:
                 progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            yield StepResult(stats, learning_rate, seconds)
+            yield StepResult(stats, share.pairs, learning_rate, seconds)
             if progress.step == num_steps or progress.step_in_epoch == 0:
                 break
+        else:
+            raise DataError(
+                f"data.train: epoch {progress.epoch} ended after {progress.step_in_epoch} of "
+                f"{steps_per_epoch} steps: the rows are no longer those that were counted at the "
+                "start"
+            )
 
 
 def train_step(engine: TrainEngine, share: StepShare, loss: LossSection) -> PairStats:
@@ -166,9 +177,3 @@ def _stop_non_finite(engine: TrainEngine, share: StepShare, progress: Progress) 
         f"finite (last at step {progress.step}, rows file:row {shown}); none was applied. Lower "
         "train.learning_rate, or look at these rows"
     )
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read next is true."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

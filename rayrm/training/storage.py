@@ -52,10 +52,11 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file aside, then put it in place."""
+        content = text.encode("utf-8")
         self._make_parent(name)
         aside = self._inner(name) + ".part"
         with self._filesystem.open_output_stream(aside) as stream:
-            stream.write(text.encode("utf-8"))
+            stream.write(content)
         self._filesystem.move(aside, self._inner(name))
 
     def write_json(self, name: str, value: Any) -> None:
@@ -79,38 +80,53 @@ class RunFolder:
         kept = [line for line in lines if json.loads(line).get("step", 0) <= after_step]
         local = self.local_path(name)
         if kept or os.path.exists(local):
-            with open(local, "w", encoding="utf-8") as file:
+            with open(f"{local}.part", "w", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in kept)
+            os.replace(f"{local}.part", local)
 
     def read_lines(self, name: str) -> list[str]:
         """Return a JSON lines file's whole lines; one cut short by a kill is left out."""
         if not self.exists(name):
             return []
         with self._filesystem.open_input_stream(self._inner(name)) as stream:
-            lines = stream.read().decode("utf-8").split("\n")
+            lines = stream.read().decode("utf-8", "replace").split("\n")
         return [line for line in lines if line.startswith("{") and line.endswith("}")]
 
     def sync(self) -> None:
         """Put appended files in place behind a URL."""
         for name in () if self.is_local else self._appended:
+            self._make_parent(name)
             pafs.copy_files(
                 self.local_path(name), self._inner(name), destination_filesystem=self._filesystem
             )
 
     @contextmanager
     def building(self, name: str) -> Iterator[str]:
-        """Yield a local folder to fill; it takes the place of ``name`` once the block succeeds."""
-        aside, target = self._inner(name) + ".part", self._inner(name)
+        """Yield a local folder to fill; it takes the place of ``name`` once the block succeeds.
+
+        Object stores cannot move folders: behind a URL the files are copied into place.
+        """
+        target = self._inner(name)
+        if not self.is_local:
+            with tempfile.TemporaryDirectory(prefix="rayrm-build-") as built:
+                yield built
+                self._delete(target)
+                self._filesystem.create_dir(target, recursive=True)
+                pafs.copy_files(built, target, destination_filesystem=self._filesystem)
+            return
+        aside, old = f"{target}.part", f"{target}.old"
         self._delete(aside)
-        if self.is_local:
-            os.makedirs(aside)
+        os.makedirs(aside)
+        try:
             yield aside
-        else:
-            with tempfile.TemporaryDirectory(prefix="rayrm-build-") as local:
-                yield local
-                pafs.copy_files(local, aside, destination_filesystem=self._filesystem)
-        self._delete(target)
+        except BaseException:
+            self._delete(aside)
+            raise
+        self._delete(old)
+        if self.exists(name):
+            self._filesystem.move(target, old)
         self._filesystem.move(aside, target)
+        self._delete(old)
 
     def _delete(self, inner: str) -> None:
         if self._filesystem.get_file_info(inner).type != pafs.FileType.NotFound:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import ray.train
 import torch
 
 from rayrm.config.schema import RunConfig
+from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.card import model_card
@@ -103,8 +103,10 @@ def _train(job: Job) -> dict[str, Any] | None:
         num_steps=job.num_steps,
         steps_per_epoch=job.steps_per_epoch,
     )
+    pairs: list[TokenizedPair] = []
     for step in steps:
         is_last = progress.step == job.num_steps
+        pairs = step.pairs
         journal.add(step)
         if is_last or progress.step % train.logging_steps == 0:
             journal.write_line()
@@ -113,7 +115,7 @@ def _train(job: Job) -> dict[str, Any] | None:
             score = _evaluate(engine, eval_shards, config, progress, journal)
             is_best = train.metric_for_best_model is not None and judge(progress, score)
         is_enough = progress.evaluations_without_gain == train.early_stopping_patience
-        if is_best or _due(progress.step, train.save_steps):
+        if is_best or _due(progress.step, train.save_steps) or (is_last and train.save_steps):
             save(score)
         if is_enough:
             logger.info("early stopping at step %d", progress.step)
@@ -122,7 +124,8 @@ def _train(job: Job) -> dict[str, Any] | None:
     journal.finish_training()
     if train.metric_for_best_model is not None and not _holds_best(progress):
         load_checkpoint(engine, best_checkpoint())
-    return _export(engine, tokenizer, config, job, folder, progress, journal, train_shard)
+    pairs = pairs or next(train_shard.steps()).pairs  # a restart after the last step has none
+    return _export(engine, tokenizer, config, folder, progress, journal, pairs)
 
 
 def _start_tracker(
@@ -193,16 +196,13 @@ def _export(
     engine: Engine,
     tokenizer: Any,
     config: RunConfig,
-    job: Job,
     folder: RunFolder,
     progress: Progress,
     journal: Journal,
-    train_shard: Shard,
+    pairs: list[TokenizedPair],
 ) -> dict[str, Any] | None:
-    """Export the model, prove it, and return the run's result on rank 0."""
-    started = time.perf_counter()
-    share = next(train_shard.steps(epoch=0))
-    proof = take_proof(engine, share.pairs[:4])
+    """Export the model, prove it on real pairs, and return the run's result on rank 0."""
+    proof = take_proof(engine, pairs[:4])
     common = {"tokenizer": tokenizer, "model": config.model, "final_path": folder.path(MODEL)}
     if engine.rank != 0:
         export_model(engine, folder=None, proof=proof, **common)
@@ -218,7 +218,6 @@ def _export(
         )
         with open(f"{place}/README.md", "w", encoding="utf-8") as file:
             file.write(card)
-    logger.info("exported and proved in %.1f s", time.perf_counter() - started)
     return {
         "metrics": progress.metrics,
         "steps": progress.step,

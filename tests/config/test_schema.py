@@ -10,6 +10,7 @@ from rayrm.config.schema import (
     ModelSection,
     RunConfig,
     RunSection,
+    ScalingSection,
     Source,
     TrainSection,
     ZeroSection,
@@ -66,6 +67,7 @@ def test_training_data_may_be_an_empty_list():
         (ZeroSection, {"stage": 2, "offload_param": "cpu"}, "offload_param needs stage: 3"),
         (ZeroSection, {"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage"),
         (DataSection, {"shuffle": False, "shuffle_buffer_size": 9}, "shuffle_buffer_size has no"),
+        (ScalingSection, {"use_gpu": False, "resources_per_worker": {"GPU": 1}}, "asks for a GPU"),
         (Source, {"path": "a.jsonl", "split": "test"}, "split applies to 'hub:NAME'"),
     ],
 )

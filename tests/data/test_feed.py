@@ -175,7 +175,7 @@ def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_pairs_of_the_ste
     dataset: Any = FakeDataset(rows_of(range(4)))
     plan = FeedPlan(batch_size=4, max_tokens=12)
     feeder = Feeder(dataset, plan, 2)
-    tables, micro_batches, num_pairs = zip(*(feeder.share(r, 0, 0) or () for r in (0, 1)))
+    tables, micro_batches, num_pairs, _ = zip(*(feeder.share(r, 0, 0) or () for r in (0, 1)))
     assert num_pairs == (4, 4)
     # longest sides: row 3 has 5 tokens, row 2 has 4, row 1 has 3, row 0 has 2
     assert [table["row"].to_pylist() for table in tables] == [[3, 0], [2, 1]]

@@ -1,0 +1,108 @@
+from typing import Any
+
+import pytest
+
+from rayrm.cluster import Resources, choose_resources
+from rayrm.config.schema import ScalingSection
+from rayrm.errors import ConfigError
+
+
+def choose(cpus: float, *, free: float | None = None, gpus: float = 0, **scaling: Any) -> Resources:
+    """What a run asks for on a cluster of so many CPUs, all of them free unless told."""
+    cluster = {"CPU": cpus, "memory": 1e9} | ({"GPU": gpus} if gpus else {})
+    return choose_resources(
+        ScalingSection(**scaling), cluster, cluster | {"CPU": cpus if free is None else free}
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpus", "workers", "per_worker", "per_task"),
+    [
+        pytest.param(1, 1, 0.5, 0.5, id="one CPU is shared by a worker and a data task"),
+        pytest.param(1, 2, 0.25, 0.5, id="or by two workers and one"),
+        pytest.param(2, 1, 1.0, 1.0, id="two CPUs have a place for each"),
+        pytest.param(2, 3, 0.33, 1.0, id="three workers share the other"),
+        pytest.param(4, 1, 1.0, 1.0, id="one worker asks for one CPU"),
+        pytest.param(4, 4, 0.75, 1.0, id="four workers leave a CPU to a data task"),
+        pytest.param(64, 8, 1.0, 1.0, id="on many CPUs each has its own"),
+        pytest.param(64, 64, 0.98, 1.0, id="sixty-four workers leave one of as many"),
+    ],
+)
+def test_workers_leave_a_data_task_its_place(
+    cpus: float, workers: int, per_worker: float, per_task: float
+):
+    chosen = choose(cpus, num_workers=workers)
+    assert chosen == Resources(workers, False, {"CPU": per_worker}, per_task)
+    assert workers * per_worker + per_task <= cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "free", "per_worker", "per_task"),
+    [
+        pytest.param(4, 3, 1.0, 1.0, id="a caller in a task of one CPU"),
+        pytest.param(2, 1, 0.25, 0.5, id="half of what there is"),
+        pytest.param(1, 0, 0.12, 0.25, id="all of it, which a caller that waits gives back"),
+    ],
+)
+def test_what_the_caller_holds_is_not_asked_for(
+    cpus: float, free: float, per_worker: float, per_task: float
+):
+    chosen = choose(cpus, free=free, num_workers=2)
+    assert (chosen.per_worker, chosen.cpus_per_task) == ({"CPU": per_worker}, per_task)
+
+
+def test_however_many_workers_each_asks_for_something():
+    assert choose(2, num_workers=1000).per_worker == {"CPU": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "use_gpu", "used"),
+    [
+        (0, 1, "auto", False),
+        (1, 1, "auto", True),
+        (8, 4, "auto", True),
+        (1, 2, "auto", False),
+        (4, 4, True, True),
+        (4, 4, False, False),
+        pytest.param(0, 2, True, True, id="an autoscaler may bring them"),
+    ],
+)
+def test_gpus_are_used_where_there_is_one_a_worker(
+    gpus: float, workers: int, use_gpu: Any, used: bool
+):
+    chosen = choose(16, gpus=gpus, num_workers=workers, use_gpu=use_gpu)
+    assert chosen.use_gpu is used
+    assert chosen.per_worker == {"CPU": 1.0} | ({"GPU": 1.0} if used else {})
+
+
+def test_too_few_gpus_are_an_error_with_their_number():
+    with pytest.raises(ConfigError, match=r"4 workers need 4 GPUs, but the cluster has 2; lower"):
+        choose(16, gpus=2, num_workers=4, use_gpu=True)
+
+
+def test_given_resources_are_taken_as_they_are():
+    chosen = choose(8, num_workers=2, resources_per_worker={"CPU": 3, "special": 0.5})
+    assert chosen == Resources(2, False, {"CPU": 3.0, "special": 0.5}, 1.0)
+
+
+@pytest.mark.parametrize(("cpus", "workers", "each"), [(4, 2, 2), (4, 1, 3.5), (1, 1, 1)])
+def test_given_resources_that_leave_no_room_are_an_error_with_the_arithmetic(
+    cpus: float, workers: int, each: float
+):
+    told = (
+        rf"{workers} workers x {each:g} CPU \+ 1 CPU for data tasks = {workers * each + 1:g} CPUs, "
+        rf"but the Ray cluster has {cpus:g}; lower scaling\.resources_per_worker"
+    )
+    with pytest.raises(ConfigError, match=told):
+        choose(cpus, num_workers=workers, resources_per_worker={"CPU": each})
+
+
+def test_more_than_there_is_may_be_asked_of_an_autoscaler():
+    assert choose(4, num_workers=4, resources_per_worker={"CPU": 4}).per_worker == {"CPU": 4.0}
+
+
+def test_given_gpus_are_used():
+    chosen = choose(8, gpus=2, num_workers=2, resources_per_worker={"CPU": 1, "GPU": 1})
+    assert chosen == Resources(2, True, {"CPU": 1.0, "GPU": 1.0}, 1.0)
+    assert choose(8, num_workers=2, resources_per_worker={"GPU": 0.5}).use_gpu
+    assert not choose(8, gpus=2, num_workers=2, resources_per_worker={"GPU": 0}).use_gpu
