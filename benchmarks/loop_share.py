@@ -4,17 +4,17 @@
 
 Two runs, one after the other, on the same Ray with one worker each:
 
-- ``rayrm.fit`` as users run it: rows stream and are tokenized while the worker trains, every step is
-  written to ``metrics.jsonl`` and to an offline W&B run. There are no checkpoints and evaluations.
-  The clock is read outside, in this process, when the line of a step appears in the file (looked for
+- ``rayrm.fit`` as users run it: rows stream and are tokenized while the worker trains, every step
+  is written to ``metrics.jsonl`` and to an offline W&B run; no checkpoints, no evaluations. The
+  clock is read outside, in this process, when the line of a step appears in the file (looked for
   every 5 ms): what counts is the time from the first line to the last.
 - a bare loop over the same micro-batches of the same steps, packed and held in the worker's memory
   beforehand: nothing but forward, loss, backward and optimizer of the same engine.
 
 Either way the first step is left out: it is slow, and warms up. ``bare / rayrm`` is the share asked
-for; it also counts what the data tasks take from the worker's cores. ``in steps / rayrm`` comes from
-the first run alone, and so bears a busy machine better: the time that the loop itself counts as spent
-in steps (packing and statistics included) over the time outside.
+for; it also counts what the data tasks take from the worker's cores. ``in steps / rayrm`` comes
+from the first run alone, and so bears a busy machine better: the time that the loop itself counts
+as spent in steps (packing and statistics included) over the time outside.
 
 On a machine with other work repeat it (``--repeats``); each side's fastest run counts.
 """
@@ -132,7 +132,7 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     from rayrm.data.packing import pack_pairs
     from rayrm.model.tokenizer import load_tokenizer
     from rayrm.training.engine import Engine
-    from rayrm.training.loop import pair_losses, synchronize
+    from rayrm.training.loop import pair_losses
 
     config = RunConfig.model_validate(loop_config["config"])
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -149,15 +149,22 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     started = 0.0
     for number, batches in enumerate(steps):
         if number == 1:
-            synchronize(engine.device)
+            _finish_kernels(engine.device)
             started = time.perf_counter()
         num_pairs = sum(batch.num_pairs for batch in batches)
         for batch in batches:
             chosen, rejected = engine.score(batch)
             loss = pair_losses(chosen, rejected, batch, config.loss).sum() / num_pairs
             engine.backward(loss, ends_step=batch is batches[-1])
-    synchronize(engine.device)
+    _finish_kernels(engine.device)
     return time.perf_counter() - started
+
+
+def _finish_kernels(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def main() -> None:
@@ -168,7 +175,9 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a model")
     parser.add_argument("train_file", metavar="TRAIN_FILE", help="preference rows")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps, the first unmeasured")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="optimizer steps, the first unmeasured"
+    )
     parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
     parser.add_argument("--max-length", type=int, default=512, help="data.max_length")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each loop")

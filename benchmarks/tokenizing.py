@@ -6,8 +6,8 @@ FILE (jsonl, also .gz) is repeated to ``--rows`` rows and written to one file. T
 
 - ``rayrm``: ``PairStream.survey`` on a local Ray with ``--num-cpus`` logical CPUs: read, parse,
   render, tokenize, find the shared prompt, filter, count. Rows a second, divided by the CPUs.
-- ``bare``: ``tokenizer(texts)`` in batches of 1,000, with one thread, in a process without Ray, over
-  the texts that the survey tokenizes, rendered beforehand: two a row.
+- ``bare``: ``tokenizer(texts)`` in batches of 1,000, with one thread, in a process without Ray,
+  over the texts that the survey tokenizes, rendered beforehand: two a row.
 
 A first, unmeasured survey starts Ray's processes and loads their tokenizers. Each side is timed
 ``--repeats`` times and its fastest run counts, since other work on the machine only ever slows one
@@ -46,10 +46,14 @@ def measure(
 
     rows = _read_lines(file)
     with tempfile.TemporaryDirectory() as place:
-        few, many, texts = (Path(place) / name for name in ("few.jsonl", "many.jsonl", "texts.json"))
+        few, many, texts = (
+            Path(place) / name for name in ("few.jsonl", "many.jsonl", "texts.json")
+        )
         few.write_text("\n".join(rows) + "\n")
         many.write_text("\n".join(islice(cycle(rows), num_rows)) + "\n")
         num_texts = _write_texts(tokenizer, rows, num_rows, texts)
+        # the bare side's priority: Ray's workers are the lowest on a machine with other work
+        os.environ["RAY_worker_niceness"] = "0"
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
         try:
             with ray_running(ScalingSection()):  # it is there already: this keeps it quiet

@@ -1,6 +1,7 @@
 """Between the first worker and the driver: progress to show, and a failure to raise."""
 
 import contextlib
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,15 @@ class Board:
         self._num_steps = 0
         self._line: dict[str, Any] = {}
         self._failure: RayrmError | None = None
+        self._stop_asked = False
+
+    def stop(self) -> None:
+        """Ask the workers to finish their step, save and stop."""
+        self._stop_asked = True
+
+    def stop_asked(self) -> bool:
+        """Whether they are to stop."""
+        return self._stop_asked
 
     def start(self, headline: str, step: int, num_steps: int) -> None:
         """Training starts, or starts again from a checkpoint."""
@@ -48,6 +58,33 @@ class Board:
     def failure(self) -> RayrmError | None:
         """Return what was posted."""
         return self._failure
+
+
+@contextlib.contextmanager
+def stopping_on_signals(board: Any) -> Iterator[list[int]]:
+    """Turn Ctrl-C and SIGTERM into an orderly stop while the block runs; yield those received.
+
+    A second signal is not waited for. Only the main thread hears signals; elsewhere there is no
+    change.
+    """
+    received: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        board.stop.remote()
+        print("stopping: this step is finished and saved first", file=sys.stderr, flush=True)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

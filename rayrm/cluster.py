@@ -34,15 +34,11 @@ def ray_running(scaling: ScalingSection) -> Iterator[None]:
 
 
 def _start(scaling: ScalingSection) -> None:
+    """Connect to the cluster of RAY_ADDRESS or of ``ray start``; without one, start our own."""
     try:
-        ray.init(address="auto", log_to_driver=False)
-    except ConnectionError:
-        ray.init(
-            address="local",
-            num_cpus=_local_cpus(scaling),
-            include_dashboard=False,
-            log_to_driver=False,
-        )
+        ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, log_to_driver=False)
+    except ValueError:  # there is a cluster, and its CPUs are not ours to choose
+        ray.init(log_to_driver=False)
 
 
 @contextlib.contextmanager

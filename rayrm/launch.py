@@ -3,8 +3,11 @@
 import contextlib
 import logging
 import os
+import signal
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -14,7 +17,7 @@ import ray.train
 from ray.exceptions import RayActorError
 from ray.train.torch import TorchTrainer
 
-from rayrm.board import Board, showing
+from rayrm.board import Board, showing, stopping_on_signals
 from rayrm.cluster import Resources, choose_resources, ray_running
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig
@@ -24,9 +27,8 @@ from rayrm.data.pipeline import PairStream
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.preflight import check_before_start, with_absolute_paths
-from rayrm.training.checkpoint import SCORE
+from rayrm.training.job import MODEL, REPORT, SCORE, Job
 from rayrm.training.storage import RunFolder
-from rayrm.training.worker import MODEL, REPORT, Job, train_worker
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +179,7 @@ def _train(
     )
     best = train.metric_for_best_model is not None
     trainer = TorchTrainer(
-        train_worker,
+        _run_worker,
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scaling.num_workers,
@@ -185,7 +187,7 @@ def _train(
             resources_per_worker=resources.per_worker,
         ),
         datasets={name: stream.dataset for name, stream in streams.items()},
-        dataset_config=FeedConfig(plans),
+        dataset_config=FeedConfig(plans, stop_asked=_StopAsked(job.board)),
         run_config=ray.train.RunConfig(
             name=_CHECKPOINTS,
             storage_path=folder.url,
@@ -198,21 +200,55 @@ def _train(
             ),
         ),
     )
-    with showing(job.board):
+    with showing(job.board), stopping_on_signals(job.board) as signals:
         try:
-            value = trainer.fit().return_value
+            value = _in_a_thread(trainer.fit).return_value
         except ray.train.TrainingFailedError as error:
             raise _explained(error, job, resources) from error
     failure = ray.get(job.board.failure.remote())
     if failure is not None:
         raise failure
+    if value is None:
+        logger.warning("stopped with a checkpoint; the same command goes on from there")
+        raise KeyboardInterrupt if signals == [signal.SIGINT] else SystemExit(143)
     return value
+
+
+def _in_a_thread(call: Callable[[], Any]) -> Any:
+    """Call in another thread: in the main one Ray Train would take Ctrl-C for itself."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result()
+
+
+def _run_worker(loop_config: dict[str, Any]) -> dict[str, Any] | None:
+    """Load the worker where it runs: the driver needs no DeepSpeed."""
+    from rayrm.training.worker import train_worker
+
+    return train_worker(loop_config["job"])
+
+
+@dataclass(frozen=True)
+class _StopAsked:
+    """Asks the board, from wherever it is called."""
+
+    board: Any
+
+    def __call__(self) -> bool:
+        return ray.get(self.board.stop_asked.remote())
 
 
 def _explained(error: Exception, job: Job, resources: Resources) -> Exception:
     """Return the error that a worker posted, or say what Ray says."""
     with contextlib.suppress(RayActorError):
-        failure = ray.get(job.board.failure.remote())
+        failure: Any = ray.get(job.board.failure.remote())
         if failure is not None:
             return failure
     if "StartupTimeout" in repr(error) or "StartupTimeout" in str(error):

@@ -79,13 +79,19 @@ def _trained_tokenizer() -> str:
 
 
 def tiny_llama_folder(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, *, num_labels: int | None = None, seed: int = 0
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    num_labels: int | None = None,
+    seed: int = 0,
 ) -> Path:
     """Save a two-layer Llama of hidden size 32 with its tokenizer, and return the folder.
 
     It is a language model, or a classifier where `num_labels` is given.
     """
     options: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        options[name] = getattr(tokenizer, name)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -95,9 +101,6 @@ def tiny_llama_folder(
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         **options,
     )
     architecture = LlamaForCausalLM if num_labels is None else LlamaForSequenceClassification
@@ -130,5 +133,7 @@ def pair_of(
     prompt: list[int], chosen: list[int], rejected: list[int], margin: float = 0.0
 ) -> TokenizedPair:
     """A tokenized pair of lists of ids."""
-    arrays = (np.array(ids, dtype=np.int32) for ids in (prompt, chosen, rejected))
-    return TokenizedPair(*arrays, margin)
+    prompt_ids, chosen_ids, rejected_ids = (
+        np.array(ids, dtype=np.int32) for ids in (prompt, chosen, rejected)
+    )
+    return TokenizedPair(prompt_ids, chosen_ids, rejected_ids, margin)

@@ -133,7 +133,8 @@ def test_fit_takes_a_ray_data_set_inside_an_actor(
         eval_steps=2,
         metric_for_best_model="eval_b_accuracy",
     )
-    result = ray.get(Caller.remote().train.remote(config))
+    caller: Any = Caller
+    result: Any = ray.get(caller.remote().train.remote(config))
     told = json.loads(Path(result.run_dir, "result.json").read_text())
     assert told["pairs"] == NUM_PAIRS
     assert result.metrics["eval_a_num_pairs"] == 5

@@ -35,9 +35,7 @@ def check(model: Path, *overrides: str, **datasets: Any) -> None:
     [
         pytest.param([], id="the defaults"),
         pytest.param(["data.eval=x.jsonl", "train.eval_steps=5"], id="evaluation steps"),
-        pytest.param(
-            ["data.eval=x.jsonl", "train.metric_for_best_model=eval_ties"], id="a metric"
-        ),
+        pytest.param(["data.eval=x.jsonl", "train.metric_for_best_model=eval_ties"], id="a metric"),
         pytest.param(
             ["data.eval={a: x.jsonl, b: x.jsonl}", "train.metric_for_best_model=eval_b_margin"],
             id="a metric of one of several sets",
@@ -136,9 +134,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model.chat_template_path", "~/chat.jinja", "{home}/chat.jinja"),
     ],
 )
-def test_local_paths_become_absolute(
-    working_folder: Path, field: str, path: str, absolute: str
-):
+def test_local_paths_become_absolute(working_folder: Path, field: str, path: str, absolute: str):
     section, name = field.split(".")
     config = with_absolute_paths(load_config({section: {name: path}}))
     expected = absolute.format(work=working_folder, home=working_folder.parent)

@@ -4,16 +4,15 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import rayrm
-from tests.builders import word_tokenizer
+from tests.builders import tiny_llama_folder, word_tokenizer
 
 pytestmark = [
     pytest.mark.ray,
@@ -24,13 +23,14 @@ pytestmark = [
 NUM_STEPS = 20
 PAIRS_A_STEP = 8
 LEARNING_RATE = 1e-3
-HARDER = [
+HARDER = (
     "loss.center_rewards_coefficient=0.05",
     "train.lr_scheduler_type=cosine",
     "train.warmup_ratio=0.2",
     "train.weight_decay=0.1",
     "train.max_grad_norm=0.5",
-]
+)
+"""The overrides that go with TRL's settings of the run with margins."""
 WORDS = ("Blue", "Red.", "seven pears", "an apple", "a colour", "not at all", "ultramarine")
 
 Log = list[dict[str, float]]
@@ -58,24 +58,9 @@ def pairs_with_margins() -> list[dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny one-label classifier, whose head is thereby the same on both sides, and the pairs."""
     folder = tmp_path_factory.mktemp("parity")
-    tokenizer = word_tokenizer(adds="bos", chat_template=None)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        num_labels=1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    tiny_llama_folder(
+        folder / "model", word_tokenizer(adds="bos", chat_template=None), num_labels=1
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForSequenceClassification(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
     for name, pairs in (("plain", plain_pairs()), ("margins", pairs_with_margins())):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return folder
@@ -84,8 +69,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trl_logs(folder: Path) -> dict[str, Log]:
     """What TRL logs, by the name of the pairs."""
-    common = {"per_device_train_batch_size": PAIRS_A_STEP, "learning_rate": LEARNING_RATE}
-    common["num_train_epochs"] = 1
+    common = {
+        "per_device_train_batch_size": PAIRS_A_STEP,
+        "learning_rate": LEARNING_RATE,
+        "num_train_epochs": 1,
+    }
     harder = {
         "center_rewards_coefficient": 0.05,
         "lr_scheduler_type": "cosine",
@@ -105,7 +93,7 @@ def trl_logs(folder: Path) -> dict[str, Log]:
 
 
 def train_with_rayrm(
-    folder: Path, *, pairs: str, max_tokens: int = 8192, overrides: list[str] | None = None
+    folder: Path, *, pairs: str, max_tokens: int = 8192, overrides: Sequence[str] = ()
 ) -> Log:
     """Return rayrm's metrics, a line a step."""
     config = {
@@ -121,7 +109,7 @@ def train_with_rayrm(
         },
         "tracking": {"wandb": None},
     }
-    result = rayrm.fit(config, overrides or [])
+    result = rayrm.fit(config, overrides)
     lines = (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -148,8 +136,7 @@ def test_margins_and_centering_under_clipping_decay_and_a_warm_cosine(
     assert_same_steps(ours, trl_logs["margins"])
 
 
-def test_a_step_cut_into_several_forwards(
-    ray_session: Any, folder: Path, trl_logs: dict[str, Log]
-):
+def test_a_step_cut_into_several_forwards(ray_session: Any, folder: Path, trl_logs: dict[str, Log]):
     ours = train_with_rayrm(folder, pairs="margins", max_tokens=400, overrides=HARDER)
+    assert ours[0]["num_tokens"] > 400  # too many for one forward
     assert_same_steps(ours, trl_logs["margins"])

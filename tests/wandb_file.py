@@ -7,6 +7,7 @@ from typing import Any
 
 from wandb.proto import wandb_internal_pb2
 
+_MESSAGES: Any = wandb_internal_pb2  # its classes are made while it is imported
 _BLOCK = 32 * 1024
 _HEADER = struct.Struct("<IHB")
 
@@ -16,7 +17,7 @@ def read_wandb_file(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     config: dict[str, Any] = {}
     history: list[dict[str, Any]] = []
     for payload in _records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = _MESSAGES.Record()
         record.ParseFromString(payload)
         for update in [*record.run.config.update, *record.config.update]:
             config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)

@@ -5,13 +5,12 @@ each step out, so that a step holds the same pairs for any number of workers, no
 make shards equal, and every rank knows how many forwards the others run.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 import ray.data
 import ray.train
@@ -51,6 +50,8 @@ class StepShare:
     """File number and row of each of ``pairs``."""
     num_tokens: int
     """Tokens of the step over all ranks."""
+    is_stop: bool = False
+    """Whether every rank is to save and stop after this step."""
 
 
 def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Iterator[pa.Table]:
@@ -62,7 +63,7 @@ def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Itera
     waiting: list[pa.Table] = []
     num_waiting = 0
     for window in _windows(tables, plan):
-        kept = window.filter(pc.is_null(window["reason"])).select(_COLUMNS)
+        kept = window.filter(window["reason"].is_null()).select(_COLUMNS)
         if plan.seed is not None:
             kept = kept.take(np.argsort(_keys(kept, plan.seed, epoch), kind="stable"))
         waiting.append(kept)
@@ -109,26 +110,36 @@ def _keys(table: pa.Table, seed: int, epoch: int) -> np.ndarray:
     return keys
 
 
+Share = tuple[pa.Table, MicroBatches, int, int, bool]
+"""A rank's rows and micro-batches; the step's pairs and tokens; whether to stop after it."""
+
+
 class Feeder:
     """The actor: cuts steps ahead of the ranks and hands each its share.
 
     Ranks ask for (epoch, step), so that a restarted worker group simply asks for the step it needs.
     """
 
-    def __init__(self, dataset: ray.data.Dataset, plan: FeedPlan, num_ranks: int) -> None:
+    def __init__(
+        self,
+        dataset: ray.data.Dataset,
+        plan: FeedPlan,
+        num_ranks: int,
+        stop_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``stop_asked`` is called once a step: all ranks then learn it with the same step."""
         self._dataset = dataset
+        self._stop_asked = stop_asked
         self._plan = plan
         self._num_ranks = num_ranks
         self._epoch = -1
         self._steps: Iterator[pa.Table] = iter(())
         self._next_step = 0
         self._num_steps: dict[int, int] = {}
-        self._shares: dict[tuple[int, int], tuple[pa.Table, MicroBatches, int, int]] = {}
+        self._shares: dict[tuple[int, int], Share] = {}
 
-    def share(
-        self, rank: int, epoch: int, step: int
-    ) -> tuple[pa.Table, MicroBatches, int, int] | None:
-        """Return a rank's rows and micro-batches, and the step's pairs and tokens; None at the end."""
+    def share(self, rank: int, epoch: int, step: int) -> Share | None:
+        """Return a rank's rows and micro-batches, the step's pairs and tokens; None at the end."""
         if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
             return None
         if epoch != self._epoch or (step < self._next_step and (rank, step) not in self._shares):
@@ -151,16 +162,16 @@ class Feeder:
         self._epoch, self._next_step, self._shares = epoch, 0, {}
 
     def _deal(self, table: pa.Table, step: int) -> None:
-        chosen, rejected = table["chosen_length"], table["rejected_length"]
-        lengths = pc.max_element_wise(chosen, rejected).to_pylist()
-        num_tokens = pc.sum(chosen).as_py() + pc.sum(rejected).as_py()
+        chosen, rejected = (table[f"{side}_length"].to_numpy() for side in ("chosen", "rejected"))
+        lengths = np.maximum(chosen, rejected).tolist()
+        told = (table.num_rows, int(chosen.sum() + rejected.sum()), self._stop_asked())
         plan = plan_step(lengths, num_ranks=self._num_ranks, max_tokens=self._plan.max_tokens)
         for rank, micro_batches in enumerate(plan):
             mine = [position for micro_batch in micro_batches for position in micro_batch]
             place = {position: index for index, position in enumerate(mine)}
             rows = table.take(pa.array(mine, pa.int64()))
             local = [[place[position] for position in part] for part in micro_batches]
-            self._shares[rank, step] = (rows, local, table.num_rows, num_tokens)
+            self._shares[rank, step] = (rows, local, *told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +188,10 @@ class FeedShard:
         while (share := ray.get(coming)) is not None:
             step += 1
             coming = self.feeder.share.remote(self.rank, epoch, step)
-            table, micro_batches, num_pairs, num_tokens = share
+            table, micro_batches, num_pairs, num_tokens, is_stop = share
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
-            yield StepShare(pairs_of(table), micro_batches, num_pairs, row_ids, num_tokens)
+            pairs = pairs_of(table)
+            yield StepShare(pairs, micro_batches, num_pairs, row_ids, num_tokens, is_stop)
 
 
 class FeedConfig(ray.train.DataConfig):
@@ -189,9 +201,13 @@ class FeedConfig(ray.train.DataConfig):
     on block boundaries.
     """
 
-    def __init__(self, plans: dict[str, FeedPlan]) -> None:
+    def __init__(
+        self, plans: dict[str, FeedPlan], *, stop_asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``stop_asked`` says in the feeders whether training is to stop."""
         super().__init__()
         self._plans = plans
+        self._stop_asked = stop_asked
 
     def configure(
         self,
@@ -205,7 +221,7 @@ class FeedConfig(ray.train.DataConfig):
         del worker_handles, worker_node_ids, kwargs
         actor = ray.remote(num_cpus=0)(Feeder)
         feeders = {
-            name: actor.remote(dataset, self._plans[name], world_size)
+            name: actor.remote(dataset, self._plans[name], world_size, self._stop_asked)
             for name, dataset in datasets.items()
         }
         return [

@@ -1,8 +1,8 @@
 """From tokenized pairs to what one forward computes, and who computes it.
 
 ``plan_step`` shares the pairs of one optimizer step out over the ranks and cuts each share into
-micro-batches; ``pack_pairs`` turns a micro-batch into tensors. Both are functions of their arguments
-alone, so every rank that asks gets the same answer without talking to the others.
+micro-batches; ``pack_pairs`` turns a micro-batch into tensors. Both are functions of their
+arguments alone, so every rank that asks gets the same answer without talking to the others.
 """
 
 from collections.abc import Sequence
@@ -94,8 +94,8 @@ def pack_pairs(pairs: Sequence[TokenizedPair]) -> PackedBatch:
 def plan_step(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[MicroBatches]:
     """Share one step's pairs out over the ranks and cut each share into micro-batches.
 
-    The longest pairs are dealt first, each to the rank with the least to do. Within a rank, pairs of
-    like length share a forward, and every rank gets the same number of forwards (ZeRO-3 gathers
+    The longest pairs are dealt first, each to the rank with the least to do. Within a rank, pairs
+    of like length share a forward, and every rank gets the same number of forwards (ZeRO-3 gathers
     parameters collectively, so a rank without pairs has to take part as well).
 
     Args:

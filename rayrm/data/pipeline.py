@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ PAIR_SCHEMA = pa.schema(
         ("raw", pa.binary()),
     ]
 )
-"""A kept pair has no reason and no raw; a dropped row has both and no ids. Lengths are of the shared
-prefix and of the two whole sides."""
+"""A kept pair has no reason and no raw; a dropped row has both and no ids. Lengths are of the
+shared prefix and of the two whole sides."""
 
 _ROWS_A_BATCH = 256
 
@@ -50,7 +51,7 @@ class PairStream:
         """Stream all rows once and account for each; memory does not grow with their number."""
         report = DataReport([f.source for f in self.files], [f.path for f in self.files])
         counted = [name for name in PAIR_SCHEMA.names if name not in _ID_COLUMNS]
-        batches = self.dataset.select_columns(counted).iter_batches(
+        batches: Any = self.dataset.select_columns(counted).iter_batches(
             batch_size=None, batch_format="pyarrow"
         )
         for table in batches:
@@ -124,7 +125,7 @@ def _slices(column: pa.ChunkedArray) -> list[np.ndarray]:
         values[start:end]
         for chunk in column.chunks
         for values, offsets in [(chunk.values.to_numpy(), chunk.offsets.to_numpy())]
-        for start, end in zip(offsets[:-1], offsets[1:], strict=True)
+        for start, end in pairwise(offsets)
     ]
 
 

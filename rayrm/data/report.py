@@ -57,21 +57,22 @@ class DataReport:
 
     def add(self, table: pa.Table) -> None:
         """Count the rows of one table."""
-        for number in pc.unique(table["file"]).to_pylist():
-            rows = table.filter(pc.equal(table["file"], number))
+        for number in table["file"].unique().to_pylist():
+            rows = table.filter(pc.field("file") == number)
             report = self.sources[self._labels[number]]
             report.rows += rows.num_rows
-            self._count_kept(report, rows.filter(pc.is_null(rows["reason"])))
-            self._keep_dropped(report, rows.filter(pc.is_valid(rows["reason"])), number)
+            self._count_kept(report, rows.filter(rows["reason"].is_null()))
+            self._keep_dropped(report, rows.filter(rows["reason"].is_valid()), number)
 
     def _count_kept(self, report: SourceReport, kept: pa.Table) -> None:
         if kept.num_rows == 0:
             return
-        chosen, rejected = kept["chosen_length"], kept["rejected_length"]
-        report.tokens += pc.sum(chosen).as_py() + pc.sum(rejected).as_py()
-        report.shared_tokens += pc.sum(kept["prompt_length"]).as_py()
-        report.longest = max(report.longest, pc.max(chosen).as_py(), pc.max(rejected).as_py())
-        report.negative_margins += pc.sum(pc.less(kept["margin"], 0)).as_py()
+        names = ("prompt_length", "chosen_length", "rejected_length", "margin")
+        prompt, chosen, rejected, margin = (kept[name].to_numpy() for name in names)
+        report.tokens += int(chosen.sum() + rejected.sum())
+        report.shared_tokens += int(prompt.sum())
+        report.longest = max(report.longest, int(chosen.max()), int(rejected.max()))
+        report.negative_margins += int((margin < 0).sum())
 
     def _keep_dropped(self, report: SourceReport, dropped: pa.Table, number: int) -> None:
         if dropped.num_rows == 0:

@@ -178,7 +178,7 @@ def _expand_url(url: str) -> list[str]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether a path fits a glob in which ``*`` stays in its folder and ``**/`` goes into others."""
+    """Whether a path fits a glob: ``*`` stays in its folder, ``**/`` goes into others."""
     is_deep = "**" in pattern
     may_match = is_deep or path.count("/") == pattern.count("/")
     return may_match and fnmatch.fnmatchcase(path, pattern.replace("**/", "*"))
@@ -188,7 +188,7 @@ def _read_files(files: list[RowFile], *, first_file: int) -> ray.data.Dataset:
     numbers = ray.data.from_items(
         [{"file": first_file + i} for i in range(len(files))], override_num_blocks=len(files)
     )
-    read = partial(_read_numbered, files=files, first_file=first_file)
+    read: Any = partial(_read_numbered, files=files, first_file=first_file)
     # a fraction of a CPU keeps Ray from fusing this with tokenizing, which runs wider
     dataset = numbers.map_batches(read, batch_size=1, batch_format="numpy", num_cpus=0.25)
     return _small_blocks(dataset)

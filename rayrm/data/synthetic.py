@@ -1,9 +1,9 @@
 """Generated preference pairs for the quickstart: plain English, endless, the same everywhere.
 
 The prompt asks for a few things by kind ("a bird, a tool and a drink"). The chosen reply names one
-of each; the rejected reply has at least one thing of a kind that was not asked for. Both replies are
-drawn by one rule, and swapping them is as likely as not when the prompt is hidden: their lengths,
-words and mixtures tell nothing, so only prompt and reply read together give the answer.
+of each; the rejected reply has at least one thing of a kind that was not asked for. Both replies
+are drawn by one rule, and swapping them is as likely as not when the prompt is hidden: their
+lengths, words and mixtures tell nothing, so only prompt and reply read together give the answer.
 """
 
 import random

@@ -12,9 +12,9 @@ _SUMS = ("pairs", "correct", "ties", "loss", "margin", "reward", "tokens", "slot
 class PairStats:
     """Sums over pairs, and the extreme rewards; ``a + b`` is the statistics of both.
 
-    ``sums`` holds, in the order of ``_SUMS``: pairs, pairs with chosen above rejected, ties, and the
-    sums of loss, margin (chosen minus rejected) and reward (two a pair); then tokens computed once,
-    slots of the batch (tokens and padding) and the tokens that two full copies of each pair have.
+    ``sums`` holds, in the order of ``_SUMS``: pairs, pairs with chosen above rejected, ties, and
+    the sums of loss, margin (chosen minus rejected) and reward (two a pair); then tokens computed
+    once, slots of the batch (tokens and padding) and the tokens of two full copies of each pair.
     """
 
     sums: Tensor
@@ -66,7 +66,8 @@ class PairStats:
 
     def compute(self) -> dict[str, float]:
         """Return the means, each a sum divided once by its count; a tie counts as half correct."""
-        value = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        sums = self.sums.cpu().unbind()
+        value = {name: float(total) for name, total in zip(_SUMS, sums, strict=True)}
         pairs = value["pairs"]
         if pairs == 0:
             return {}

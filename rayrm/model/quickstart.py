@@ -53,6 +53,7 @@ def build_quickstart_model(folder: Path, *, seed: int = 0) -> None:
     The same seed writes the same bytes; the random state of the caller is left alone.
     """
     tokenizer = _build_tokenizer()
+    ids = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -61,11 +62,11 @@ def build_quickstart_model(folder: Path, *, seed: int = 0) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=_MAX_LENGTH,
-        initializer_range=float(os.environ.get("IR", "0.1")),
+        initializer_range=0.1,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=ids[_BOS],
+        eos_token_id=ids[_TURN_END],
+        pad_token_id=ids[_PAD],
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

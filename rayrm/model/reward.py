@@ -194,9 +194,7 @@ def _load_classifier(
     return classifier, set(info["missing_keys"])
 
 
-def _draw_weights(
-    classifier: PreTrainedModel, names: set[str], seed: int, gather: Gather
-) -> None:
+def _draw_weights(classifier: PreTrainedModel, names: set[str], seed: int, gather: Gather) -> None:
     """Draw matrices from ``seed``; a bias begins at zero, the scale of a norm at one."""
     std = getattr(classifier.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)

@@ -11,10 +11,8 @@ import ray.train
 
 from rayrm.errors import CheckpointError
 from rayrm.training.engine import Engine
+from rayrm.training.job import SCORE
 from rayrm.training.loop import Progress
-
-SCORE = "checkpoint_score"
-"""Reported with every checkpoint; Ray Train keeps those with the highest."""
 
 
 def save_checkpoint(

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from rayrm.config.schema import LossSection
@@ -84,6 +83,8 @@ class StepResult:
     """This rank's pairs."""
     learning_rate: float
     seconds: float
+    is_stop: bool
+    """Whether every rank is to save and stop now."""
 
 
 def training_steps(
@@ -122,7 +123,7 @@ def training_steps(
             progress.seconds += seconds
             if progress.step_in_epoch == steps_per_epoch:
                 progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            yield StepResult(stats, share.pairs, learning_rate, seconds)
+            yield StepResult(stats, share.pairs, learning_rate, seconds, share.is_stop)
             if progress.step == num_steps or progress.step_in_epoch == 0:
                 break
         else:

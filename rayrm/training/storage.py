@@ -26,7 +26,7 @@ class RunFolder:
         except (ValueError, OSError) as error:
             raise ConfigError(f"run.output_dir: cannot open {url} ({error})") from error
         self.is_local = isinstance(self._filesystem, pafs.LocalFileSystem)
-        self._spool = "" if self.is_local else tempfile.mkdtemp(prefix="rayrm-spool-")
+        self._spool: str | None = None
         self._appended: set[str] = set()
 
     def path(self, name: str) -> str:
@@ -137,7 +137,11 @@ class RunFolder:
 
     def local_path(self, name: str) -> str:
         """Return where a file is written on this machine, with its folder made."""
-        local = self._inner(name) if self.is_local else os.path.join(self._spool, name)
+        if self.is_local:
+            local = self._inner(name)
+        else:
+            self._spool = self._spool or tempfile.mkdtemp(prefix="rayrm-spool-")
+            local = os.path.join(self._spool, name)
         os.makedirs(os.path.dirname(local), exist_ok=True)
         return local
 

@@ -52,7 +52,7 @@ class Tracker:
             self._wandb_run.log(dict(line), step=int(line["step"]))
 
     def log_evaluation(self, line: dict[str, Any], rewards: Mapping[str, np.ndarray]) -> None:
-        """Write an evaluation's line; of each set's rewards ``[pairs, 2]`` a table and histograms."""
+        """Write an evaluation's line; by set, rewards ``[pairs, 2]`` as table and histograms."""
         self._folder.append_json(METRICS, line)
         if self._wandb_run is not None:
             media = {

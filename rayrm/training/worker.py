@@ -2,7 +2,6 @@
 
 import logging
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from rayrm.training.checkpoint import (
 from rayrm.training.engine import Engine
 from rayrm.training.evaluate import evaluate
 from rayrm.training.export import export_model, take_proof
+from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
@@ -32,35 +32,14 @@ from rayrm.training.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
-MODEL = "model"
-REPORT = "data_report.json"
 
-
-@dataclass(frozen=True)
-class Job:
-    """What the driver tells every worker."""
-
-    config: dict[str, Any]
-    """The resolved configuration as plain data."""
-    run_dir: str
-    run_id: str
-    num_steps: int
-    """Optimizer steps of the whole run."""
-    steps_per_epoch: int
-    eval_sets: tuple[str, ...]
-    """Names of the evaluation sets."""
-    board: Any
-    """Actor that shows progress and failures to the driver."""
-
-
-def train_worker(loop_config: dict[str, Any]) -> dict[str, Any] | None:
+def train_worker(job: Job) -> dict[str, Any] | None:
     """Train, evaluate, save and export; return the result on rank 0.
 
     An error that another start would meet again is posted on the driver's board, so that the
     restarted workers find it there and stop. Any other may come from a lost peer: Ray Train
     restarts the workers from the last checkpoint, and the driver hears of it.
     """
-    job: Job = loop_config["job"]
     if ray.get(job.board.failure.remote()) is not None:
         return None
     try:
@@ -115,8 +94,12 @@ def _train(job: Job) -> dict[str, Any] | None:
             score = _evaluate(engine, eval_shards, config, progress, journal)
             is_best = train.metric_for_best_model is not None and judge(progress, score)
         is_enough = progress.evaluations_without_gain == train.early_stopping_patience
-        if is_best or _due(progress.step, train.save_steps) or (is_last and train.save_steps):
+        is_due = _due(progress.step, train.save_steps) or (is_last and train.save_steps is not None)
+        if is_best or is_due or step.is_stop:
             save(score)
+        if step.is_stop and not is_last:
+            journal.finish_training()
+            return None
         if is_enough:
             logger.info("early stopping at step %d", progress.step)
             break

@@ -171,17 +171,32 @@ def test_a_step_holds_the_same_rows_for_any_number_of_ranks(num_ranks: int):
     assert [sorted(rows) for rows in found] == expected
 
 
-def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_pairs_of_the_step():
+def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step():
     dataset: Any = FakeDataset(rows_of(range(4)))
     plan = FeedPlan(batch_size=4, max_tokens=12)
     feeder = Feeder(dataset, plan, 2)
-    tables, micro_batches, num_pairs, _ = zip(*(feeder.share(r, 0, 0) or () for r in (0, 1)))
-    assert num_pairs == (4, 4)
-    # longest sides: row 3 has 5 tokens, row 2 has 4, row 1 has 3, row 0 has 2
-    assert [table["row"].to_pylist() for table in tables] == [[3, 0], [2, 1]]
-    assert micro_batches == ([[0], [1]], [[0], [1]])
-    assert [pair.prompt_ids.tolist() for pair in pairs_of(tables[0])] == [[3], [0]]
-    assert [pair.margin for pair in pairs_of(tables[0])] == [1.5, 0.0]
+    # the chosen sides have 2, 3, 4 and 5 tokens, each rejected one has 2
+    for rank, rows in enumerate(([3, 0], [2, 1])):
+        found = feeder.share(rank, 0, 0)
+        assert found is not None
+        table, micro_batches, num_pairs, num_tokens, is_stop = found
+        assert table["row"].to_pylist() == rows
+        assert micro_batches == [[0], [1]]
+        assert (num_pairs, num_tokens, is_stop) == (4, 22, False)
+        pairs = pairs_of(table)
+        assert [pair.prompt_ids.tolist() for pair in pairs] == [[row] for row in rows]
+        assert [pair.margin for pair in pairs] == [row / 2 for row in rows]
+
+
+def test_all_ranks_learn_with_the_same_step_that_they_are_to_stop():
+    asked = iter([False, True])
+    dataset: Any = FakeDataset(rows_of(range(8)))
+    feeder = Feeder(dataset, FeedPlan(batch_size=4, max_tokens=12), 2, lambda: next(asked))
+    ahead = [feeder.share(0, 0, step) for step in (0, 1)]
+    behind = [feeder.share(1, 0, step) for step in (0, 1)]
+    assert [[found and found[-1] for found in rank] for rank in (ahead, behind)] == [
+        [False, True]
+    ] * 2
 
 
 def test_ranks_may_ask_in_any_order_and_far_ahead():

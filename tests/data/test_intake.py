@@ -98,7 +98,7 @@ def report_of(*reasons: str | None) -> DataReport:
         (
             ["tie", "too_long", "tie"],
             ["data.max_length=77"],
-            r"none of 3 rows is a usable pair \(2 tie, 1 too_long\); raise data\.max_length \(now 77\)",
+            r"none of 3 rows .* \(2 tie, 1 too_long\); raise data\.max_length \(now 77\)",
         ),
         (["no_eos"], [], r"\(1 no_eos\); the first: row 0 of x\.jsonl: it is no_eos"),
         ([None, "tie"], ["data.on_bad_row=stop"], r"x\.jsonl, row 1: tie: it is tie"),

@@ -70,9 +70,7 @@ def test_a_pair_becomes_ids_lengths_and_margin(model_json: str):
         ({"chosen": "a", "rejected": "b", "margin": "big"}, "bad_margin"),
     ],
 )
-def test_a_row_that_is_no_pair_keeps_its_text_and_says_why(
-    model_json: str, row: Any, reason: str
-):
+def test_a_row_that_is_no_pair_keeps_its_text_and_says_why(model_json: str, row: Any, reason: str):
     table = tokenize(model_json, [row])
     assert table.schema == PAIR_SCHEMA
     (dropped,) = table.to_pylist()

@@ -58,7 +58,8 @@ def test_rows_end_at_newlines_only(tmp_path: Path, mark: str):
 
 def test_a_line_may_be_longer_than_what_is_read_at_once(tmp_path: Path):
     long = b'{"chosen": "' + b"x" * 3_000_000 + b'"}'
-    assert lines_of(tmp_path, LINE + b"\n" + long + b"\n" + LINE) == [(0, LINE), (1, long), (2, LINE)]
+    rows = [LINE, long, LINE]
+    assert lines_of(tmp_path, b"\n".join(rows)) == list(enumerate(rows))
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress)])
@@ -259,9 +260,7 @@ def test_the_suffix_tells_the_kind(tmp_path: Path, name: str, kind: Kind):
         ("rows.gz", "unknown kind of file"),
     ],
 )
-def test_a_source_that_cannot_be_opened_is_a_config_error(
-    tmp_path: Path, path: str, message: str
-):
+def test_a_source_that_cannot_be_opened_is_a_config_error(tmp_path: Path, path: str, message: str):
     for name in ("notes.txt", "no_suffix", "rows.gz"):
         (tmp_path / name).touch()
     (tmp_path / "empty").mkdir()

@@ -66,7 +66,8 @@ class FakeShard:
         for step in range(start, self._num_steps):
             first = (2 * step + epoch) % len(PAIRS)
             pairs = PAIRS[first : first + 2]
-            yield StepShare(pairs, [[0], [1]], 2, [(0, 2 * step), (0, 2 * step + 1)], 8)
+            rows = [(0, 2 * step), (0, 2 * step + 1)]
+            yield StepShare(pairs, [[0], [1]], 2, rows, 9)
 
 
 def run(
@@ -77,6 +78,10 @@ def run(
     for _ in steps:
         pass
     return asked
+
+
+def share_of(pairs: list[TokenizedPair], micro_batches: MicroBatches, num_pairs: int) -> StepShare:
+    return StepShare(pairs, micro_batches, num_pairs, [(0, 0)] * len(pairs), 0)
 
 
 def gradient(pairs: list[TokenizedPair], micro_batches: MicroBatches, num_pairs: int) -> Tensor:
@@ -92,7 +97,7 @@ def gradient(pairs: list[TokenizedPair], micro_batches: MicroBatches, num_pairs:
             gradients.append(engine.values.grad.clone())
 
     engine.backward = before_step
-    train_step(engine, StepShare(pairs, micro_batches, num_pairs, [(0, 0)] * len(pairs), 8), LOSS)
+    train_step(engine, share_of(pairs, micro_batches, num_pairs), LOSS)
     (whole,) = gradients
     return whole
 
@@ -124,15 +129,13 @@ def test_one_backward_a_step_ends_it():
     ends: list[bool] = []
     engine = FakeEngine()
     engine.backward = lambda loss, *, ends_step: ends.append(ends_step)
-    train_step(engine, StepShare(PAIRS, [[0, 1], [2], []], 3, [(0, 0)] * 3, 12), LOSS)
+    train_step(engine, share_of(PAIRS, [[0, 1], [2], []], 3), LOSS)
     assert ends == [False, False, True]
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_pairs():
     pair = pair_of([], [31], [0], margin=1.0)  # the gap is 2
-    stats = train_step(
-        FakeEngine(), StepShare([pair, pair], [[0], [1]], 2, [(0, 0), (0, 1)], 8), LossSection()
-    )
+    stats = train_step(FakeEngine(), share_of([pair, pair], [[0], [1]], 2), LossSection())
     assert stats.compute() == pytest.approx(
         {
             "loss": 0.313262,
@@ -165,7 +168,7 @@ def test_as_many_steps_are_taken_as_asked(
     shard = run(engine, progress, num_steps=num_steps)
     assert shard.asked == epochs
     assert engine.num_steps == progress.step == num_steps
-    assert progress.num_pairs == 2 * num_steps
+    assert (progress.num_pairs, progress.num_tokens) == (2 * num_steps, 9 * num_steps)
     assert (progress.epoch, progress.step_in_epoch) == place
 
 
@@ -174,11 +177,12 @@ def test_no_steps_are_left_of_a_finished_run():
     assert run(FakeEngine(), progress, num_steps=3).asked == []
 
 
-def test_a_step_tells_the_learning_rate_that_it_used():
+def test_a_step_tells_its_pairs_and_the_learning_rate_that_it_used():
     steps = training_steps(
         FakeEngine(), FakeShard(), LOSS, Progress(), num_steps=3, steps_per_epoch=3
     )
-    assert [step.learning_rate for step in steps] == [1.0, 1 / 2, 1 / 3]
+    told = [(step.pairs, step.learning_rate) for step in steps]
+    assert told == [(PAIRS[0:2], 1.0), (PAIRS[2:4], 1 / 2), (PAIRS[4:6], 1 / 3)]
 
 
 def test_progress_stands_behind_a_step_when_that_is_seen():

@@ -1,0 +1,28 @@
+"""What the driver and the workers agree on, without what only workers have to load."""
+
+from dataclasses import dataclass
+from typing import Any
+
+MODEL = "model"
+"""Folder of the exported model in the run's folder."""
+REPORT = "data_report.json"
+"""File of the account of all rows in the run's folder."""
+SCORE = "checkpoint_score"
+"""Reported with every checkpoint; Ray Train keeps those with the highest."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the driver tells every worker."""
+
+    config: dict[str, Any]
+    """The resolved configuration as plain data."""
+    run_dir: str
+    run_id: str
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    steps_per_epoch: int
+    eval_sets: tuple[str, ...]
+    """Names of the evaluation sets."""
+    board: Any
+    """Actor that shows progress and failures to the driver."""
