@@ -142,7 +142,22 @@ def test_metrics_have_a_line_a_step_and_a_line_an_evaluation(run_dir: Path) -> N
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
     first = lines[0]
-    for name in ["accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens", "learning_rate", "grad_norm", "epoch", "ties", "pairs_per_second", "tokens_per_second", "padding_share", "shared_prompt_share"]:
+    for name in (
+        "accuracy",
+        "margin",
+        "min_reward",
+        "mean_reward",
+        "max_reward",
+        "num_tokens",
+        "learning_rate",
+        "grad_norm",
+        "epoch",
+        "ties",
+        "pairs_per_second",
+        "tokens_per_second",
+        "padding_share",
+        "shared_prompt_share",
+    ):
         assert name in first, name
     assert lines[-1]["eval_num_pairs"] == NUM_EVAL
     assert (run_dir / "config.json").exists()

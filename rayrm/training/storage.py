@@ -20,12 +20,13 @@ class RunFolder:
 
     def __init__(self, url: str) -> None:
         """Open the folder; nothing is created yet."""
-        self.url = url if "://" in url else os.path.abspath(url)
         try:
-            self._filesystem, self._root = _open(self.url)
+            self._filesystem, self._root = _open(url)
         except (ValueError, OSError) as error:
             raise ConfigError(f"run.output_dir: cannot open {url} ({error})") from error
         self.is_local = isinstance(self._filesystem, pafs.LocalFileSystem)
+        self.url = self._root if self.is_local else url
+        """A plain path where the folder is local, be it given as ``file://``."""
         self._spool: str | None = None
         self._appended: set[str] = set()
 
@@ -152,4 +153,4 @@ class RunFolder:
 def _open(url: str) -> tuple[pafs.FileSystem, str]:
     if "://" in url:
         return pafs.FileSystem.from_uri(url)
-    return pafs.LocalFileSystem(), url
+    return pafs.LocalFileSystem(), os.path.abspath(url)

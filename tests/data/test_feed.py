@@ -86,6 +86,8 @@ def test_rows_of_one_number_in_two_files_are_two_rows():
     found = pa.concat_tables(steps_of(tables, SHUFFLED, epoch=0))
     ids = list(zip(found["file"].to_pylist(), found["row"].to_pylist(), strict=True))
     assert sorted(ids) == [(file, row) for file in (0, 1) for row in range(6)]
+    orders = [[row for file, row in ids if file == number] for number in (0, 1)]
+    assert orders[0] != orders[1]
 
 
 def test_rows_are_shuffled_within_windows_of_source_rows_dropped_ones_included():
@@ -101,14 +103,14 @@ def test_a_window_without_kept_rows_is_passed_over():
     assert steps([rows_of(range(4), dropped=(0, 1, 2))], plan) == [[3]]
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True)
 @given(
-    num_rows=st.integers(0, 40),
-    dropped=st.sets(st.integers(0, 40)),
-    sizes=st.lists(st.integers(0, 15)),
-    batch_size=st.integers(1, 50),
-    buffer_size=st.integers(1, 50),
-    seed=st.none() | st.integers(0, 2**31 - 1),
+    num_rows=st.integers(20, 40),
+    dropped=st.sets(st.integers(0, 40), max_size=9),
+    sizes=st.lists(st.integers(1, 9), min_size=1),
+    batch_size=st.integers(1, 12),
+    buffer_size=st.integers(1, 25),
+    seed=st.sampled_from([None, 0, 7, 2**31 - 1]),
 )
 def test_block_boundaries_change_nothing(
     num_rows: int,

@@ -1,10 +1,12 @@
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -73,6 +75,12 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """What seed 1 gives with the folders' initializer_range."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.empty(shape).normal_(0.0, 0.2, generator=generator) for shape in shapes]
+
+
 def test_a_new_head_is_drawn_from_the_seed_and_nothing_else(llama: Path):
     torch.manual_seed(123)
     first = build(llama)
@@ -81,8 +89,7 @@ def test_a_new_head_is_drawn_from_the_seed_and_nothing_else(llama: Path):
     second = build(llama)
     assert same(weights(first), weights(second))
     assert not torch.equal(head_of(build(llama, seed=2)), head_of(first))
-    assert head_of(first).shape == (1, 32)
-    assert 0.1 < head_of(first).std().item() < 0.3  # the folder's initializer_range is 0.2
+    assert same([head_of(first)], drawn((1, 32)))
 
 
 def test_the_backbone_is_that_of_the_folder_for_any_seed(llama: Path):
@@ -100,10 +107,19 @@ def test_all_new_weights_of_an_encoder_are_drawn_from_the_seed(
     torch.manual_seed(456)
     second = build(bert)
     new = ("pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias")
-    assert len(weights(first, *new)) == 4
     assert same(weights(first), weights(second))
+    assert same(weights(first, *new[::2]), drawn((32, 32), (1, 32)))
+    assert same(weights(first, *new[1::2]), [torch.zeros(32), torch.zeros(1)])
     (message,) = [record.message for record in caplog.records if "new weights" in record.message]
     assert all(name in message for name in new)
+
+
+def test_the_scale_of_a_norm_that_the_folder_lacks_begins_at_one(llama: Path, tmp_path: Path):
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert same(weights(build(tmp_path), "model.norm.weight"), [torch.ones(32)])
 
 
 def test_a_head_that_the_folder_has_is_kept(scorer: Path, caplog: pytest.LogCaptureFixture):
@@ -201,8 +217,7 @@ def test_the_float32_head_is_a_linear_layer():
 @pytest.fixture
 def dropping(llama: Path, tmp_path: Path) -> Path:
     """A folder whose model drops half of its attention in training."""
-    for path in llama.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     return tmp_path

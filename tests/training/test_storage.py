@@ -48,6 +48,13 @@ def test_a_place_that_cannot_be_opened_is_a_config_error():
         RunFolder("nothing://bucket/run")
 
 
+def test_a_file_url_becomes_a_path_that_any_library_takes(tmp_path: Path):
+    folder = RunFolder(f"file://{tmp_path}/a%20run/")
+    folder.write_text("b", "c")
+    assert Path(folder.path("b")).read_text() == "c"
+    assert folder.path("b") == f"{tmp_path}/a run/b"
+
+
 def test_what_was_written_is_there_for_the_next_who_opens(folder: RunFolder):
     folder.write_json("config.json", {"a": 1})
     assert RunFolder(folder.url).read_json("config.json") == {"a": 1}
