@@ -205,7 +205,7 @@ def _train(
             value = _in_a_thread(trainer.fit).return_value
         except ray.train.TrainingFailedError as error:
             raise _explained(error, job, resources) from error
-    failure = ray.get(job.board.failure.remote())
+    failure: Any = ray.get(job.board.failure.remote())
     if failure is not None:
         raise failure
     if value is None:
