@@ -44,7 +44,8 @@ def measure(*, first_use: bool) -> dict[str, float]:
             environment["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
         run, errors = folder / "quickstart", folder / "stderr"
         command = [sys.executable, "-m", "rayrm.train", f"run.output_dir={folder}"]
-        command += ["train.max_steps=1", "train.eval_steps=null", "train.logging_steps=1"]
+        command += ["train.max_steps=1", "train.num_train_epochs=1", "train.eval_steps=null"]
+        command += ["train.logging_steps=1"]
         stages: dict[str, Callable[[], bool]] = {
             "rows": (run / "data_report.json").exists,
             "workers": lambda: "training " in errors.read_text(),
@@ -88,7 +89,8 @@ def _wait(
     number = 0
     while not is_reached():
         if process.poll() not in (None, 0) or time.perf_counter() > deadline:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
             raise SystemExit(f"the quickstart did not get that far:\n{errors.read_text()}")
         if number % 10 == 0:
             _note_processors(process, processors)

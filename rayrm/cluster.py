@@ -5,9 +5,9 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ray
-import ray.data
 
 from rayrm.config.schema import ScalingSection
 from rayrm.errors import ConfigError
@@ -35,24 +35,22 @@ def ray_running(scaling: ScalingSection) -> Iterator[None]:
 
 def _start(scaling: ScalingSection) -> None:
     """Connect to the cluster of RAY_ADDRESS or of ``ray start``; without one, start our own."""
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:
-        ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, **quiet)
     except ValueError:  # there is a cluster, and its CPUs are not ours to choose
-        ray.init(log_to_driver=False)
+        ray.init(**quiet)
 
 
 @contextlib.contextmanager
 def _quiet_ray_data() -> Iterator[None]:
-    """Keep Ray Data's plans and bars off the terminal; its warnings stay."""
-    context = ray.data.DataContext.get_current()
-    bars, context.enable_progress_bars = context.enable_progress_bars, False
+    """Keep Ray Data's plans and statistics off the terminal; its bars and warnings stay."""
     data_logger = logging.getLogger("ray.data")
     level = data_logger.level
     data_logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        context.enable_progress_bars = bars
         data_logger.setLevel(level)
 
 

@@ -4,7 +4,9 @@ import os
 from typing import Any
 
 from rayrm.config.schema import RunConfig
+from rayrm.data.columns import COLUMNS
 from rayrm.data.intake import eval_names
+from rayrm.data.sources import list_files
 from rayrm.errors import ConfigError
 from rayrm.model.reward import load_config
 from rayrm.model.tokenizer import load_tokenizer
@@ -18,6 +20,7 @@ def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
         raise ConfigError(f"datasets: unknown key {unknown[0]!r}; give train and eval")
     if not config.data.train and "train" not in datasets:
         raise ConfigError("data.train: no source; name one, or hand fit() a data set")
+    _check_data(config, datasets)
     eval_sets = eval_names(config, datasets)
     for field in ("eval_steps", "metric_for_best_model"):
         if getattr(config.train, field) is not None and not eval_sets:
@@ -36,6 +39,21 @@ def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
             "tracking.wandb.mode: online needs a key: set WANDB_API_KEY, or use mode: offline"
         )
     load_config(config.model, load_tokenizer(config.model))
+
+
+def _check_data(config: RunConfig, datasets: dict[str, Any]) -> None:
+    for name in config.data.columns:
+        if name not in COLUMNS:
+            raise ConfigError(
+                f"data.columns: there is no standard column {name!r} to rename; there are "
+                + ", ".join(sorted(COLUMNS))
+            )
+    sources = [] if "train" in datasets else [("data.train", one) for one in config.data.train]
+    if "eval" not in datasets:
+        sources += [(f"data.eval.{name}".rstrip("."), s) for name, s in config.data.eval.items()]
+    for field, source in sources:
+        if not source.path.startswith("hub:"):
+            list_files(source.path, label="", field=field)
 
 
 def _metric_names(sets: list[str]) -> list[str]:

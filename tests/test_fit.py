@@ -271,7 +271,14 @@ def test_adapters_reload_through_peft_with_the_trained_rewards(
 ) -> None:
     import rayrm
 
-    result = rayrm.fit(config, ["run.name=lora", "model.lora={r: 4, lora_dropout: 0.1}"])
+    result = rayrm.fit(
+        config,
+        [
+            "run.name=lora",
+            "model.lora={r: 4, lora_dropout: 0.1}",
+            "model.gradient_checkpointing=true",
+        ],
+    )
     run_dir = Path(result.run_dir)
     settings = json.loads((run_dir / "model" / "adapter_config.json").read_text())
     assert settings["modules_to_save"] == ["score"]

@@ -11,6 +11,13 @@ from tests.builders import tiny_llama_folder, word_tokenizer
 ROWS = [{"chosen": "a", "rejected": "b"}]
 
 
+@pytest.fixture(autouse=True)
+def a_file_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources that the overrides name."""
+    (tmp_path / "x.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model."""
@@ -168,3 +175,19 @@ def test_nothing_else_is_changed(working_folder: Path):
     assert changed.model == config.model
     assert with_absolute_paths(changed) == changed
     assert changed.run.output_dir == f"{working_folder}/outputs"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.columns.chosn=better", "data.columns: there is no standard column 'chosn'"),
+        ("data.train=missing.jsonl", "data.train: no such file, folder or match: missing.jsonl"),
+        ("data.eval={a: x.jsonl, b: b.csv}", "data.eval.b: no such file, folder or match: b.csv"),
+    ],
+)
+def test_a_source_or_column_that_is_not_there_is_told_before_ray_starts(
+    model: Path, override: str, message: str
+):
+    with pytest.raises(ConfigError) as error:
+        check(model, override)
+    assert str(error.value).startswith(message)
