@@ -17,6 +17,7 @@ from tests.builders import tiny_llama_folder, word_tokenizer
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.deepspeed,
+    pytest.mark.timeout(600),  # TRL's two runs and one of ours count to the first test
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
 ]
 

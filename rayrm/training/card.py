@@ -15,6 +15,7 @@ def model_card(
     report: dict[str, Any],
     metrics: dict[str, float],
     pad_token: str,
+    pad_token_id: int,
     reload_difference: float,
 ) -> str:
     """Return a card in Markdown: what it is, how it was trained, on what, how well, how to load."""
@@ -25,6 +26,8 @@ def model_card(
         else "AutoModelForSequenceClassification"
     )
     library = "peft" if is_adapter else "transformers"
+    # a base of the hub has a language model's labels and padding
+    extra = f", num_labels=1, pad_token_id={pad_token_id}" if is_adapter else ""
     return f"""---
 library_name: {library}
 base_model: {json.dumps(config.model.name_or_path)}
@@ -44,7 +47,7 @@ between rewards of replies to one prompt have a meaning.
 from {library} import {auto_class}
 from transformers import AutoTokenizer
 
-model = {auto_class}.from_pretrained(FOLDER)
+model = {auto_class}.from_pretrained(FOLDER{extra})
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 text = tokenizer.apply_chat_template(conversation, tokenize=False)
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")

@@ -28,7 +28,6 @@ class RunFolder:
         self.url = self._root if self.is_local else url
         """A plain path where the folder is local, be it given as ``file://``."""
         self._spool: str | None = None
-        self._appended: set[str] = set()
 
     def path(self, name: str) -> str:
         """Return a file's path or URL."""
@@ -73,7 +72,6 @@ class RunFolder:
         """Append a value as one line; on a local disk it is there when this returns."""
         with open(self.local_path(name), "a", encoding="utf-8") as file:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        self._appended.add(name)
 
     def cut_lines(self, name: str, *, after_step: int) -> None:
         """Drop lines whose ``step`` is later than a checkpoint's: they will be written again."""
@@ -94,12 +92,10 @@ class RunFolder:
         return [line for line in lines if line.startswith("{") and line.endswith("}")]
 
     def sync(self) -> None:
-        """Put appended files in place behind a URL."""
-        for name in () if self.is_local else self._appended:
-            self._make_parent(name)
-            pafs.copy_files(
-                self.local_path(name), self._inner(name), destination_filesystem=self._filesystem
-            )
+        """Put what was written to ``local_path`` in place behind a URL."""
+        if self._spool:
+            self._filesystem.create_dir(self._root, recursive=True)
+            pafs.copy_files(self._spool, self._root, destination_filesystem=self._filesystem)
 
     @contextmanager
     def building(self, name: str) -> Iterator[str]:

@@ -41,6 +41,14 @@ class Tracker:
             self._wandb_run = _start_wandb(folder, wandb_section, config, run_id, resumed=step > 0)
 
     @property
+    def notice(self) -> str | None:
+        """What to tell the user about a W&B run that is not online."""
+        run = self._wandb_run
+        if run is None or not run.offline:
+            return None
+        return f"W&B is offline; send the run with: wandb sync {Path(run.dir).parent}"
+
+    @property
     def wandb_run_id(self) -> str | None:
         """Id of the W&B run, if there is one."""
         return None if self._wandb_run is None else self._wandb_run.id
@@ -64,11 +72,11 @@ class Tracker:
         """Bring the metrics file of a remote run folder up to date."""
         self._folder.sync()
 
-    def finish(self, *, failed: bool = False) -> None:
+    def finish(self) -> None:
         """Close the W&B run and the metrics file."""
-        self._folder.sync()
         if self._wandb_run is not None:
-            self._wandb_run.finish(exit_code=int(failed))
+            self._wandb_run.finish()
+        self._folder.sync()
 
 
 def _media(name: str, rewards: np.ndarray) -> dict[str, Any]:
@@ -113,7 +121,7 @@ def _start_wandb(
 ) -> Any:
     import wandb
 
-    place = Path(folder.path("") if folder.is_local else folder.local_path("wandb"))
+    place = Path(folder.local_path("wandb")).parent
     mode = choose_mode(section)
     options: dict[str, Any] = {
         "project": section.project,
@@ -131,12 +139,7 @@ def _start_wandb(
                 mode="online", resume="allow", settings=wandb.Settings(init_timeout=60), **options
             )
         except Exception as error:  # whatever the network does, training goes on
-            logger.warning(
-                "W&B cannot be reached (%s); the run is kept offline, send it later with "
-                "'wandb sync %s'",
-                error,
-                place / "wandb",
-            )
+            logger.warning("W&B cannot be reached: %s", error)
             mode = "offline"
     # A killed process leaves an offline run without its last records: write it anew from the truth.
     for part in glob(str(place / "wandb" / f"offline-run-*-{run_id}")):

@@ -122,9 +122,12 @@ def _start_tracker(
         progress.step,
         job.num_steps,
     )
-    return Tracker(
+    tracker = Tracker(
         folder, config.tracking.wandb, config=job.config, run_id=job.run_id, step=progress.step
     )
+    if tracker.notice is not None:
+        job.board.note.remote(tracker.notice)
+    return tracker
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -197,6 +200,7 @@ def _export(
             report=folder.read_json(REPORT),
             metrics=progress.metrics,
             pad_token=str(tokenizer.pad_token),
+            pad_token_id=tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)),
             reload_difference=difference,
         )
         with open(f"{place}/README.md", "w", encoding="utf-8") as file:
