@@ -13,7 +13,7 @@ parent watches from outside what appears, fifty times a second:
 The processor time of all processes up to the first step is told as well, by kind of process: on a
 busy machine it says more than the clock, and divided by the number of cores it is the least that
 the clock can show. ``imports`` is what ``import rayrm.launch`` takes in a process of its own; it is
-part of ``rows``. With ``--first-use`` DeepSpeed has to compile its CPU communication op again, as it
+part of ``rows``. With ``--first-use`` DeepSpeed compiles its CPU communication op again, as it
 does once on a new machine.
 """
 

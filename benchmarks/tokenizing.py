@@ -40,6 +40,7 @@ def measure(
 ) -> dict[str, float]:
     """Return rows a second and core of both sides, and their ratio."""
     import ray
+    import ray.data  # sets up its logger, which ray_running then makes quiet
 
     from rayrm.cluster import ray_running
     from rayrm.config.schema import ScalingSection
@@ -53,7 +54,7 @@ def measure(
         many.write_text("\n".join(islice(cycle(rows), num_rows)) + "\n")
         num_texts = _write_texts(tokenizer, rows, num_rows, texts)
         # the bare side's priority: Ray's workers are the lowest on a machine with other work
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ.update(RAY_worker_niceness="0")
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
         try:
             with ray_running(ScalingSection()):  # it is there already: this keeps it quiet
