@@ -36,10 +36,11 @@ def measure(settings: dict[str, Any], overrides: list[str], *, repeats: int) -> 
     """Return the shares, and the pairs a second of both loops."""
     from rayrm.cluster import ray_running
     from rayrm.config.loader import load_config
+    from rayrm.preflight import with_absolute_paths
 
     with tempfile.TemporaryDirectory() as folder:
         settings["run"] = {"output_dir": folder}
-        config = load_config(settings, overrides)
+        config = with_absolute_paths(load_config(settings, overrides))
         num_pairs = (config.train.max_steps - 1) * config.train.batch_size
         outside, inside, bare = [], [], []
         with ray_running(config.scaling):
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512, help="data.max_length")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each loop")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     settings = {
         "model": {"name_or_path": given.model},
         "data": {"train": given.train_file, "max_length": given.max_length},

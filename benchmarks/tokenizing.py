@@ -184,7 +184,7 @@ def main() -> None:
         print(*_run_bare(given.tokenizer, given.file))
         return
     figures = measure(
-        given.tokenizer,
+        os.path.abspath(given.tokenizer),
         given.file,
         num_rows=given.rows,
         num_cpus=given.num_cpus,

@@ -281,7 +281,7 @@ def test_adapters_reload_through_peft_with_the_trained_rewards(
     )
     run_dir = Path(result.run_dir)
     settings = json.loads((run_dir / "model" / "adapter_config.json").read_text())
-    assert settings["modules_to_save"] == ["score"]
+    assert "score" in settings["modules_to_save"]
     assert settings["task_type"] == "SEQ_CLS"
     assert settings["lora_dropout"] == 0.1
     check_scores_are_those_of_training(run_dir, eval_file, "adapter")

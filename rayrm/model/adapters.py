@@ -26,7 +26,7 @@ def add_lora(classifier: PreTrainedModel, lora: LoraSection, *, head: str) -> Pe
         lora_dropout=lora.lora_dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=[head],
-        modules_to_save=[head, *(name for name in lora.modules_to_save if name != head)],
+        modules_to_save=list(lora.modules_to_save) or None,  # peft adds the head itself
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
