@@ -64,14 +64,17 @@ class Board:
 def stopping_on_signals(board: Any) -> Iterator[list[int]]:
     """Turn Ctrl-C and SIGTERM into an orderly stop while the block runs; yield those received.
 
-    A second signal is not waited for. Only the main thread hears signals; elsewhere there is no
+    A second Ctrl-C is not waited for; a second SIGTERM changes nothing, since supervisors send it
+    to a process and again to its group. Only the main thread hears signals; elsewhere there is no
     change.
     """
     received: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if received:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if received:
+            return
         received.append(number)
         board.stop.remote()
         print("stopping: this step is finished and saved first", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 
 from rayrm.board import Board, showing, stopping_on_signals
@@ -76,14 +76,19 @@ def fit(
     folder = RunFolder(f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}")
     if (finished := _finished(folder, settled)) is not None:
         return finished
+    folder.create()
     with ray_running(settled.scaling):
         return _fit(settled, handed, folder)
 
 
 def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> FitResult:
     resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
-    streams = hold_eval_sets(open_streams(config, handed, cpus_per_task=resources.cpus_per_task))
-    reports = {name: stream.survey() for name, stream in streams.items()}
+    try:
+        streams = open_streams(config, handed, cpus_per_task=resources.cpus_per_task)
+        streams = hold_eval_sets(streams)
+        reports = {name: stream.survey() for name, stream in streams.items()}
+    except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
+        raise error.cause if isinstance(error.cause, RayrmError) else error from None
     _write_reports(reports, folder)
     check_reports(reports, config, kept_in=folder.path("dropped"))
     folder.write_json("config.json", dump_config(config))

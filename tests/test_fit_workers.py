@@ -1,5 +1,6 @@
 """Any number of workers, a killed worker, and a caller inside Ray: the same training."""
 
+import gzip
 import json
 import os
 import signal
@@ -164,3 +165,71 @@ def test_on_bad_row_stop_names_the_first_bad_row(
     rows = [*text_rows(3), {"prompt": "a", "chosen": "", "rejected": "b"}]
     with pytest.raises(rayrm.DataError, match="row 3: empty_response"):
         rayrm.fit(config, datasets={"train": rows})
+
+
+def test_the_best_model_is_exported_and_its_metrics_are_told(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_for(
+        base_model,
+        tmp_path,
+        "best",
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        eval_steps=1,
+        save_steps=None,
+        metric_for_best_model="eval_loss",
+        early_stopping_patience=2,
+    )
+    rows = text_rows(NUM_PAIRS)
+    # held out with the labels the other way round: the better it is learned, the worse
+    swapped = [
+        row | {"chosen": row["rejected"], "rejected": row["chosen"], "margin": 0.0} for row in rows
+    ]
+    result = rayrm.fit(config, datasets={"train": rows, "eval": swapped})
+    text = Path(result.run_dir, "metrics.jsonl").read_text(encoding="utf-8")
+    losses = [x["eval_loss"] for x in map(json.loads, text.splitlines()) if "eval_loss" in x]
+    assert losses.index(min(losses)) == 0
+    assert len(losses) == 3  # two more without a gain, and training stops
+    assert result.metrics["eval_loss"] == losses[0]
+    told = json.loads(Path(result.run_dir, "result.json").read_text())
+    assert told["metrics"]["step"] == 1
+    assert told["steps"] == 3
+
+
+def test_a_broken_file_ends_in_one_error_that_names_it(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(gzip.compress(json.dumps(text_rows(1)[0]).encode() * 400)[:60])
+    config = config_for(base_model, tmp_path, "broken")
+    config["data"]["train"] = str(broken)
+    with pytest.raises(rayrm.DataError) as error:
+        rayrm.fit(config)
+    assert str(error.value).startswith(f"{broken}: cannot be read")
+    assert "Traceback" not in str(error.value)
+
+
+def test_a_schedule_that_lacks_its_arguments_is_a_fault_of_the_configuration(
+    ray_session: None, base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_for(base_model, tmp_path, "schedule", lr_scheduler_type="cosine_with_min_lr")
+    with pytest.raises(rayrm.ConfigError, match=r"train\.lr_scheduler_kwargs: .*min_lr"):
+        rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_fault_of_the_configuration(
+    base_model: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    (tmp_path / "file").touch()
+    config = config_for(base_model, tmp_path / "file", "run")
+    with pytest.raises(rayrm.ConfigError, match=r"run\.output_dir: cannot make"):
+        rayrm.fit(config, datasets={"train": text_rows(1)})

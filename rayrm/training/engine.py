@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rayrm.config.schema import RunConfig, TrainSection
 from rayrm.data.packing import PackedBatch
-from rayrm.errors import RayrmError
+from rayrm.errors import ConfigError, RayrmError
 from rayrm.model.reward import EncoderRewardModel, RewardModel, build_reward_model
 from rayrm.training.zero import deepspeed_config
 
@@ -50,12 +50,8 @@ class Engine:
         optimizer = _build_optimizer(model, config.train)
         self._engine: Any
         self._engine, _ = self._accelerator.prepare(model, optimizer)
-        self._scheduler = get_scheduler(
-            config.train.lr_scheduler_type,
-            optimizer=self._engine.basic_optimizer,
-            num_warmup_steps=int(config.train.warmup_ratio * num_steps),
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs=dict(config.train.lr_scheduler_kwargs) or None,
+        self._scheduler = _build_schedule(
+            self._engine.basic_optimizer, config.train, num_steps=num_steps
         )
         self._accelerator.register_for_checkpointing(self._scheduler)
         self.grad_norm = 0.0
@@ -202,6 +198,21 @@ def _build_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.Optim
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=train.learning_rate, fused=True
     )
+
+
+def _build_schedule(
+    optimizer: torch.optim.Optimizer, train: TrainSection, *, num_steps: int
+) -> Any:
+    try:
+        return get_scheduler(
+            train.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=int(train.warmup_ratio * num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(train.lr_scheduler_kwargs) or None,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train.lr_scheduler_kwargs: {error}") from error
 
 
 def _num_dimensions(parameter: nn.Parameter) -> int:

@@ -29,6 +29,19 @@ class RunFolder:
         """A plain path where the folder is local, be it given as ``file://``."""
         self._spool: str | None = None
 
+    def create(self) -> None:
+        """Make the folder, to know before a run that it can be written.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        try:
+            self._filesystem.create_dir(self._root, recursive=True)
+            if self.is_local and not os.access(self._root, os.W_OK):
+                raise PermissionError(f"no permission to write in {self._root}")
+        except OSError as error:
+            raise ConfigError(f"run.output_dir: cannot make {self.url} ({error})") from error
+
     def path(self, name: str) -> str:
         """Return a file's path or URL."""
         return f"{self.url.rstrip('/')}/{name}"

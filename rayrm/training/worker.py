@@ -106,7 +106,8 @@ def _train(job: Job) -> dict[str, Any] | None:
 
     journal.finish_training()
     if train.metric_for_best_model is not None and not _holds_best(progress):
-        load_checkpoint(engine, best_checkpoint())
+        best = load_checkpoint(engine, best_checkpoint())
+        progress.metrics = best.metrics  # what is told is told of the model that is exported
     pairs = pairs or next(train_shard.steps()).pairs  # a restart after the last step has none
     return _export(engine, tokenizer, config, folder, progress, journal, pairs)
 

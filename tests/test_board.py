@@ -1,0 +1,48 @@
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from rayrm.board import Board, stopping_on_signals
+
+
+class LocalActor:
+    """A board in this process, called as Ray calls an actor."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.board, name)
+        return type("Method", (), {"remote": staticmethod(method)})
+
+
+def test_sigterm_asks_for_an_orderly_stop_and_may_come_twice():
+    actor = LocalActor()
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping_on_signals(actor) as received:
+        assert not actor.board.stop_asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert actor.board.stop_asked()
+    assert received == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_ctrl_c_is_not_waited_for():
+    actor = LocalActor()
+    with stopping_on_signals(actor):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert actor.board.stop_asked()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_note_is_read_once_and_a_restart_forgets_the_line():
+    board = Board()
+    board.start("training", 0, 10)
+    board.update({"step": 3, "loss": 0.5})
+    assert board.read() == (["training"], 3, 10, {"step": 3, "loss": 0.5})
+    board.start("training", 2, 10)
+    assert board.read() == (["training; going on from step 2"], 2, 10, {})
