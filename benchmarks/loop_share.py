@@ -103,7 +103,6 @@ def _time_bare(config: Any, folder: str) -> float:
     streams = open_streams(config, {}, cpus_per_task=resources.cpus_per_task)
     plan = FeedPlan(
         batch_size=config.train.batch_size,
-        max_tokens=config.train.max_tokens_per_micro_batch,
         seed=config.run.seed if config.data.shuffle else None,
         buffer_size=config.data.shuffle_buffer_size,
     )
@@ -130,22 +129,24 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     import torch
 
     from rayrm.config.schema import RunConfig
-    from rayrm.data.packing import pack_pairs
     from rayrm.model.tokenizer import load_tokenizer
     from rayrm.training.engine import Engine
-    from rayrm.training.loop import pair_losses
+    from rayrm.training.loop import Progress, pair_losses
+    from rayrm.training.preparation import settle_memory
 
     config = RunConfig.model_validate(loop_config["config"])
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     num_steps = config.train.max_steps
     engine = Engine(config, load_tokenizer(config.model), num_steps=num_steps)
+    longest_pair = 2 * config.data.max_length
+    settle_memory(engine, config, Progress(), longest_pair=longest_pair, workers_on_node=1)
     shard: Any = ray.train.get_dataset_shard("train")
     steps = [
         [
-            pack_pairs([share.pairs[position] for position in positions]).to(engine.device)
+            engine.pack([share.pairs[position] for position in positions])
             for positions in share.micro_batches
         ]
-        for share in islice(shard.steps(), num_steps)
+        for share in islice(shard.steps(engine.cutting), num_steps)
     ]
     started = 0.0
     for number, batches in enumerate(steps):

@@ -102,6 +102,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         run_id=_run_id(folder),
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
+        longest_pair=2 * reports[TRAIN].longest_side,
         eval_sets=tuple(name for name in streams if name != TRAIN),
         board=ray.remote(num_cpus=0)(Board).remote(),
     )
@@ -174,11 +175,9 @@ def _train(
 ) -> dict[str, Any]:
     """Run the workers and return what the first one returns."""
     train = config.train
-    eval_plan = FeedPlan(_EVAL_PAIRS_A_STEP, train.max_tokens_per_micro_batch)
-    plans = dict.fromkeys(job.eval_sets, eval_plan)
+    plans = dict.fromkeys(job.eval_sets, FeedPlan(_EVAL_PAIRS_A_STEP))
     plans[TRAIN] = FeedPlan(
         batch_size=train.batch_size,
-        max_tokens=train.max_tokens_per_micro_batch,
         seed=config.run.seed if config.data.shuffle else None,
         buffer_size=config.data.shuffle_buffer_size,
     )

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    JambaConfig,
+    JambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -125,6 +127,31 @@ def tiny_bert_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_jamba_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Path:
+    """Save a Jamba of one state-space layer and one attention layer, with its tokenizer."""
+    config = JambaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_d_state=4,
+        mamba_d_conv=2,
+        mamba_dt_rank=4,
+        num_experts=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        JambaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.builders import tiny_bert_folder, tiny_jamba_folder, word_tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
 
@@ -72,6 +75,35 @@ def test_one_and_two_workers_take_the_same_steps(
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     epochs = lines[1][:4], lines[1][4:]
     assert [x["loss"] for x in epochs[0]] != pytest.approx([x["loss"] for x in epochs[1]])
+
+
+@pytest.mark.parametrize(
+    ("make_model", "reason"),
+    [
+        pytest.param(tiny_bert_folder, "BertForSequenceClassification attends in both", id="bert"),
+        pytest.param(tiny_jamba_folder, "JambaForSequenceClassification carries a", id="jamba"),
+    ],
+)
+def test_a_model_that_cannot_share_prompts_trains_in_padded_rows_and_that_is_told(
+    make_model: Callable[..., Path],
+    reason: str,
+    ray_session: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import rayrm
+
+    folder = make_model(tmp_path / "base", word_tokenizer())
+    result = rayrm.fit(config_for(folder, tmp_path, "padded"), datasets={"train": text_rows(5)})
+    assert f"padded rows ({reason}" in capsys.readouterr().err
+    lines = training_lines(result.run_dir)
+    assert [line["shared_prompt_share"] for line in lines] == [0.0] * 4
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    with pytest.raises(rayrm.errors.ConfigError, match=f"shared_prompt: on, but {reason}"):
+        rayrm.fit(
+            config_for(folder, tmp_path, "refused", shared_prompt="on"),
+            datasets={"train": text_rows(5)},
+        )
 
 
 def test_a_killed_worker_costs_nothing_but_time(

@@ -96,8 +96,9 @@ class ModelSection(Section):
     text where that is also the EOS token."""
     disable_dropout: bool = True
     """Switch the backbone's dropout off, so that both sides of a pair see one model."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in backward: less memory, about a third more time; auto does where
+    memory is short."""
     model_init_kwargs: Arguments = {}
     """Further keyword arguments of from_pretrained."""
     lora: LoraSection | None = None
@@ -194,13 +195,20 @@ class LossSection(Section):
     """Probability that a label is taken to be the wrong way round."""
 
 
+SharedPrompt = Literal["auto", "on", "off"]
+
+
 class TrainSection(Section):
     """The optimizer and the rhythm of the run."""
 
     batch_size: PositiveInt = 32
     """Pairs an optimizer step, over all workers; it does not change with their number."""
-    max_tokens_per_micro_batch: PositiveInt = 8192
-    """Most tokens that one forward computes on one worker; a single pair may exceed it."""
+    max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
+    """Most tokens that one forward computes on one worker; a single pair may exceed it; auto takes
+    what fits into memory."""
+    shared_prompt: SharedPrompt = "auto"
+    """Compute a prompt once for both replies, and no padding: auto where that is exact; on refuses
+    other models; off pads."""
     num_train_epochs: PositiveFloat = 1.0
     """Passes over the training pairs, when max_steps is -1."""
     max_steps: Annotated[int, Field(ge=-1), NoBool] = -1

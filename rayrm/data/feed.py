@@ -15,12 +15,12 @@ import ray
 import ray.data
 import ray.train
 
-from rayrm.data.packing import MicroBatches, plan_step
 from rayrm.data.pipeline import pairs_of
+from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
 from rayrm.data.tokenize import TokenizedPair
 
 _COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
-            "chosen_length", "rejected_length"]  # fmt: skip
+            "prompt_length", "chosen_length", "rejected_length"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,6 @@ class FeedPlan:
 
     batch_size: int
     """Pairs a step, over all ranks."""
-    max_tokens: int
-    """Most slots of one forward."""
     seed: int | None = None
     """Seed of the order; null keeps the order of the sources."""
     buffer_size: int = 1
@@ -49,7 +47,7 @@ class StepShare:
     row_ids: list[tuple[int, int]]
     """File number and row of each of ``pairs``."""
     num_tokens: int
-    """Tokens of the step over all ranks."""
+    """Tokens of both sides of the step's pairs, over all ranks."""
     is_stop: bool = False
     """Whether every rank is to save and stop after this step."""
 
@@ -138,8 +136,11 @@ class Feeder:
         self._num_steps: dict[int, int] = {}
         self._shares: dict[tuple[int, int], Share] = {}
 
-    def share(self, rank: int, epoch: int, step: int) -> Share | None:
-        """Return a rank's rows and micro-batches, the step's pairs and tokens; None at the end."""
+    def share(self, rank: int, epoch: int, step: int, cutting: Cutting) -> Share | None:
+        """Return a rank's rows and micro-batches, the step's pairs and tokens; None at the end.
+
+        The first rank that asks for a step has it cut; all give the same ``cutting``.
+        """
         if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
             return None
         if epoch != self._epoch or (step < self._next_step and (rank, step) not in self._shares):
@@ -150,7 +151,7 @@ class Feeder:
                 self._num_steps[epoch] = self._next_step
                 return None
             if self._next_step == step:  # earlier ones are steps that a resumed run has taken
-                self._deal(table, step)
+                self._deal(table, step, cutting)
             self._next_step += 1
         return self._shares.pop((rank, step))
 
@@ -161,11 +162,15 @@ class Feeder:
         self._steps = steps_of(tables, self._plan, epoch=epoch)
         self._epoch, self._next_step, self._shares = epoch, 0, {}
 
-    def _deal(self, table: pa.Table, step: int) -> None:
-        chosen, rejected = (table[f"{side}_length"].to_numpy() for side in ("chosen", "rejected"))
-        lengths = np.maximum(chosen, rejected).tolist()
-        told = (table.num_rows, int(chosen.sum() + rejected.sum()), self._stop_asked())
-        plan = plan_step(lengths, num_ranks=self._num_ranks, max_tokens=self._plan.max_tokens)
+    def _deal(self, table: pa.Table, step: int, cutting: Cutting) -> None:
+        lengths = PairLengths(
+            prompt=table["prompt_length"].to_pylist(),
+            chosen=table["chosen_length"].to_pylist(),
+            rejected=table["rejected_length"].to_pylist(),
+        )
+        num_tokens = sum(lengths.chosen) + sum(lengths.rejected)
+        told = (table.num_rows, num_tokens, self._stop_asked())
+        plan = plan_step(lengths, cutting, num_ranks=self._num_ranks)
         for rank, micro_batches in enumerate(plan):
             mine = [position for micro_batch in micro_batches for position in micro_batch]
             place = {position: index for index, position in enumerate(mine)}
@@ -181,13 +186,13 @@ class FeedShard:
     feeder: Any
     rank: int
 
-    def steps(self, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
+    def steps(self, cutting: Cutting, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
         """Yield this rank's shares of an epoch's steps, the next one fetched ahead."""
         step = start
-        coming = self.feeder.share.remote(self.rank, epoch, step)
+        coming = self.feeder.share.remote(self.rank, epoch, step, cutting)
         while (share := ray.get(coming)) is not None:
             step += 1
-            coming = self.feeder.share.remote(self.rank, epoch, step)
+            coming = self.feeder.share.remote(self.rank, epoch, step, cutting)
             table, micro_batches, num_pairs, num_tokens, is_stop = share
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
             pairs = pairs_of(table)

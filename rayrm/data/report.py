@@ -101,6 +101,11 @@ class DataReport:
         return sum(report.pairs for report in self.sources.values())
 
     @property
+    def longest_side(self) -> int:
+        """Most tokens of prompt and reply together."""
+        return max((report.longest for report in self.sources.values()), default=0)
+
+    @property
     def dropped(self) -> Counter[str]:
         """Rows dropped from all sources, by reason."""
         return sum((report.dropped for report in self.sources.values()), Counter())

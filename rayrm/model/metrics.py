@@ -93,5 +93,5 @@ class PairStats:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens computed."""
-        return int(self.sums[6].item())
+        """Tokens of both sides of each pair."""
+        return int(self.sums[8].item())

@@ -1,9 +1,9 @@
 """A pretrained backbone with a scalar head: one reward at the last token of each text."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rayrm.config.schema import ModelSection
+from rayrm.config.schema import ModelSection, SharedPrompt
+from rayrm.data.packing import Layout
 from rayrm.errors import ConfigError
 from rayrm.model.adapters import add_lora
+from rayrm.model.shared_prompt import IMPLEMENTATION, reason_against
 from rayrm.model.tokenizer import resolve_name_or_path
 
 logger = logging.getLogger(__name__)
@@ -42,35 +44,66 @@ class Float32Linear(nn.Linear):
 class RewardModel(nn.Module):
     """Scores packed texts with a one-label sequence classifier (or its PEFT wrapper)."""
 
-    def __init__(self, classifier: nn.Module, *, backbone: nn.Module, head: nn.Module) -> None:
+    layout: Layout
+    """How batches for this model are packed."""
+    padded_because: str | None
+    """Why its prompts are not shared, if they are not."""
+
+    def __init__(
+        self,
+        classifier: nn.Module,
+        *,
+        backbone: PreTrainedModel,
+        head: nn.Module,
+        padded_because: str | None = None,
+    ) -> None:
+        """``backbone`` and ``head`` are parts of ``classifier``."""
         super().__init__()
         self.classifier = classifier
         # views into `classifier`: kept out of the module tree, so that no weight is listed twice
         self._views = (backbone, head)
+        self.layout = "shared_prompt" if padded_because is None else "padded"
+        self.padded_because = padded_because
+        self._padded_attention = str(backbone.config._attn_implementation)
+        if padded_because is None:
+            backbone.set_attn_implementation(IMPLEMENTATION)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, last_token: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, last_token: Tensor, **packing: Any) -> Tensor:
         """Return float32 rewards ``[texts]``.
 
         Args:
             input_ids: ``[rows, tokens]``.
-            attention_mask: ``[rows, tokens]``, 1 at real tokens.
             last_token: flat position in ``rows * tokens`` of each text's last real token
                 ``[texts]``; located by length, since any id may occur in a text.
+            packing: ``position_ids`` and ``segments`` of a flat row, or the ``attention_mask`` of
+                padded rows, as ``pack_pairs`` makes them.
         """
         backbone, head = self._views
-        hidden = backbone(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+        hidden = backbone(input_ids=input_ids, use_cache=False, **packing).last_hidden_state
         last_hidden = hidden.flatten(0, 1).index_select(0, last_token)
         return head(last_hidden).squeeze(-1)
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Take padded batches inside the context, as transformers computes them; forward only."""
+        backbone = cast("PreTrainedModel", self._views[0])
+        own = str(backbone.config._attn_implementation)
+        backbone.set_attn_implementation(self._padded_attention)
+        try:
+            yield
+        finally:
+            backbone.set_attn_implementation(own)
 
 
 class EncoderRewardModel(nn.Module):
     """Scores padded texts with a bidirectional encoder, pooled as its own classifier pools."""
 
-    def __init__(self, classifier: nn.Module) -> None:
+    layout: Layout = "padded"
+
+    def __init__(self, classifier: nn.Module, *, padded_because: str | None) -> None:
         super().__init__()
         self.classifier = classifier
+        self.padded_because = padded_because
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, last_token: Tensor) -> Tensor:
         """Return float32 rewards ``[texts]``; arguments as in ``RewardModel.forward``."""
@@ -125,6 +158,7 @@ def build_reward_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
+    shared_prompt: SharedPrompt = "auto",
     gather: Gather = lambda parameters: nullcontext(),
 ) -> RewardModel | EncoderRewardModel:
     """Load the backbone and its head, ready to train.
@@ -133,8 +167,16 @@ def build_reward_model(
     initializer range, alike on every rank and under every ZeRO stage; a head that it has is kept.
     Under ZeRO-3 the weights go straight into their partitions.
 
+    Args:
+        model: what to load.
+        tokenizer: whose padding the model gets.
+        seed: of the weights that are drawn.
+        shared_prompt: ``train.shared_prompt``.
+        gather: makes partitioned parameters whole.
+
     Raises:
-        ConfigError: no one-label classifier can be made of this model.
+        ConfigError: no one-label classifier can be made of this model, or the prompt cannot be
+            shared although it has to be.
     """
     torch.manual_seed(seed)  # for what is drawn elsewhere: adapters, the embedding of a new token
     config = load_config(model, tokenizer)
@@ -154,20 +196,37 @@ def build_reward_model(
     if new_weights:
         logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
         _draw_weights(classifier, new_weights, seed, gather)
-    if model.gradient_checkpointing:
-        classifier.activation_checkpointing_enable({"use_reentrant": False})
-
     is_decoder = head_name == "score" and isinstance(classifier.get_submodule("score"), nn.Linear)
     if is_decoder:
         _compute_head_in_float32(classifier)
+    padded_because = _why_padded(classifier, model, shared_prompt, is_decoder=is_decoder)
     wrapped: nn.Module = classifier
     if model.lora is not None:
         wrapped = add_lora(classifier, model.lora, head=head_name)
     if not is_decoder:
-        return EncoderRewardModel(wrapped)
+        return EncoderRewardModel(wrapped, padded_because=padded_because)
     return RewardModel(
-        wrapped, backbone=classifier.base_model, head=classifier.get_submodule("score")
+        wrapped,
+        backbone=cast("PreTrainedModel", classifier.base_model),
+        head=classifier.get_submodule("score"),
+        padded_because=padded_because,
     )
+
+
+def _why_padded(
+    classifier: PreTrainedModel, model: ModelSection, setting: SharedPrompt, *, is_decoder: bool
+) -> str | None:
+    """Return why this model's prompts are not shared; null where they are."""
+    if setting == "off":
+        return "train.shared_prompt is off"
+    reason = reason_against(classifier)
+    if not is_decoder:
+        reason = f"{type(classifier).__name__} attends in both directions"
+    if model.attn_implementation is not None:
+        reason = f"model.attn_implementation is {model.attn_implementation}"
+    if reason is not None and setting == "on":
+        raise ConfigError(f"train.shared_prompt: on, but {reason}; set it to auto")
+    return reason
 
 
 def _load_classifier(

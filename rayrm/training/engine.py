@@ -1,7 +1,7 @@
 """ZeRO through Accelerate and DeepSpeed: the only module that knows either."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from typing import Any
@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rayrm.config.schema import RunConfig, TrainSection
-from rayrm.data.packing import PackedBatch
+from rayrm.data.packing import PackedBatch, pack_pairs
+from rayrm.data.plan import Cutting
+from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.model.reward import EncoderRewardModel, RewardModel, build_reward_model
 from rayrm.training.zero import deepspeed_config
@@ -45,7 +47,11 @@ class Engine:
         assert self._accelerator.num_processes == dist.get_world_size()
         self._stage = config.zero.stage
         model = build_reward_model(
-            config.model, tokenizer, seed=config.run.seed, gather=self._gather
+            config.model,
+            tokenizer,
+            seed=config.run.seed,
+            shared_prompt=config.train.shared_prompt,
+            gather=self._gather,
         )
         optimizer = _build_optimizer(model, config.train)
         self._engine: Any
@@ -54,6 +60,8 @@ class Engine:
             self._engine.basic_optimizer, config.train, num_steps=num_steps
         )
         self._accelerator.register_for_checkpointing(self._scheduler)
+        self.cutting = Cutting(model.layout, max_tokens=1)
+        """How steps are cut into forwards; alike on all ranks."""
         self.grad_norm = 0.0
         """Global gradient norm of the last step, before clipping."""
         self.step_was_applied = True
@@ -84,10 +92,40 @@ class Engine:
         """The learning rate that the next step uses."""
         return float(self._scheduler.get_last_lr()[0])
 
+    def pack(self, pairs: Sequence[TokenizedPair]) -> PackedBatch:
+        """Return the tensors of one forward as this model takes them, on its device."""
+        return pack_pairs(pairs, self.cutting.layout).to(self.device)
+
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the rewards of chosen and rejected, float32 ``[pairs]`` each."""
-        chosen, rejected = self._engine(**batch.inputs).view(2, -1).unbind()
+        chosen, rejected = self._engine(**batch.inputs).view(-1, 2).unbind(1)
         return chosen, rejected
+
+    def measure_activations(self, pairs: Sequence[TokenizedPair]) -> int:
+        """Return the bytes that a forward over ``pairs`` keeps for backward; changes nothing."""
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            chosen, rejected = self.score(self.pack(pairs))
+        # ZeRO-3 counts on a backward after each forward; this one adds nothing to the gradient
+        self.backward((chosen.sum() + rejected.sum()) * 0, ends_step=False)
+        return sum(kept.values())
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in backward from here on."""
+        classifier: Any = self.model.classifier
+        classifier.activation_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Bytes that optimizer states and gradients take on this device with the first step."""
+        trained, _ = self.num_parameters()
+        return 12 * trained // (self.world_size if self._stage else 1)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

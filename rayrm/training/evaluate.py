@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from rayrm.config.schema import LossSection
-from rayrm.data.packing import pack_pairs
 from rayrm.model.metrics import PairStats
 from rayrm.training.engine import Engine
 from rayrm.training.loop import Shard, pair_losses, stats_of
@@ -27,9 +26,9 @@ def evaluate(engine: Engine, shard: Shard, loss: LossSection, *, prefix: str) ->
     row_ids: list[tuple[int, int]] = []
     rewards: list[torch.Tensor] = []
     with engine.evaluating():
-        for share in shard.steps():
+        for share in shard.steps(engine.cutting):
             for positions in share.micro_batches:
-                batch = pack_pairs([share.pairs[i] for i in positions]).to(engine.device)
+                batch = engine.pack([share.pairs[i] for i in positions])
                 chosen, rejected = engine.score(batch)
                 losses = pair_losses(chosen, rejected, batch, loss)
                 stats = stats + stats_of(chosen, rejected, losses, batch)

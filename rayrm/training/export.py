@@ -20,7 +20,6 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from rayrm.config.schema import ModelSection
-from rayrm.data.packing import pack_pairs
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
 from rayrm.model.tokenizer import resolve_name_or_path
@@ -44,7 +43,7 @@ class Proof:
 
 def take_proof(engine: Engine, pairs: Sequence[TokenizedPair]) -> Proof:
     """Score this rank's ``pairs`` with the trained model; every rank must call this."""
-    batch = pack_pairs(pairs).to(engine.device)
+    batch = engine.pack(pairs)
     with engine.evaluating():
         rewards = torch.cat(engine.score(batch)).float().cpu()
     texts = [np.concatenate([pair.prompt_ids, pair.chosen_ids]) for pair in pairs]

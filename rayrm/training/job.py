@@ -22,6 +22,8 @@ class Job:
     num_steps: int
     """Optimizer steps of the whole run."""
     steps_per_epoch: int
+    longest_pair: int
+    """Most tokens of a training pair, or a bound of it."""
     eval_sets: tuple[str, ...]
     """Names of the evaluation sets."""
     board: Any

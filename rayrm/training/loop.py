@@ -1,7 +1,7 @@
 """The loop: a generator of optimizer steps. Whatever watches training is a consumer of it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rayrm.config.schema import LossSection
 from rayrm.data.feed import StepShare
-from rayrm.data.packing import PackedBatch, pack_pairs
+from rayrm.data.packing import PackedBatch
+from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import DataError, RayrmError
 from rayrm.model.loss import bradley_terry_loss
@@ -26,6 +27,11 @@ class TrainEngine(Protocol):
     learning_rate: Any
     grad_norm: Any
     step_was_applied: Any
+    cutting: Any
+
+    def pack(self, pairs: list[TokenizedPair]) -> PackedBatch:
+        """Return the tensors of one forward, on the device."""
+        ...
 
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the rewards of chosen and rejected ``[pairs]``."""
@@ -43,7 +49,7 @@ class TrainEngine(Protocol):
 class Shard(Protocol):
     """What the loop needs of ``rayrm.data.feed.FeedShard``."""
 
-    def steps(self, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
+    def steps(self, cutting: Cutting, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
         """Yield an epoch's steps."""
         ...
 
@@ -59,7 +65,7 @@ class Progress:
     num_pairs: int = 0
     """Pairs trained on over all ranks, once an epoch each."""
     num_tokens: int = 0
-    """Tokens computed over all ranks since the first start."""
+    """Tokens of both sides of these pairs, as TRL counts them, since the first start."""
     seconds: float = 0.0
     """Time in training steps, start-up and evaluation excluded."""
     skipped_steps: int = 0
@@ -69,6 +75,10 @@ class Progress:
     best_score: float | None = None
     """Score of the best evaluation, higher is better; None before there is one."""
     evaluations_without_gain: int = 0
+    max_tokens: int | None = None
+    """Most tokens of a forward, as the first start settled it."""
+    gradient_checkpointing: bool | None = None
+    """Whether activations are recomputed, as the first start settled it."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last training line and the last evaluation."""
 
@@ -95,16 +105,24 @@ def training_steps(
     *,
     num_steps: int,
     steps_per_epoch: int,
+    before_first: Callable[[list[TokenizedPair]], None] = lambda pairs: None,
 ) -> Iterator[StepResult]:
     """Train until ``num_steps`` steps are taken, from where ``progress`` stands; yield each step.
+
+    ``before_first`` is called once, on every rank, with a few pairs of the first step.
 
     Raises:
         RayrmError: several updates in a row were not finite.
         DataError: an epoch has fewer steps than were counted.
     """
     skipped_in_a_row = 0
+    is_first = True
     while progress.step < num_steps:
-        for share in shard.steps(epoch=progress.epoch, start=progress.step_in_epoch):
+        steps = shard.steps(engine.cutting, epoch=progress.epoch, start=progress.step_in_epoch)
+        for share in steps:
+            if is_first:
+                before_first(share.pairs[:2])
+                is_first = False
             started = time.perf_counter()
             learning_rate = engine.learning_rate
             stats = train_step(engine, share, loss)
@@ -139,7 +157,7 @@ def train_step(engine: TrainEngine, share: StepShare, loss: LossSection) -> Pair
     stats = PairStats.zero(engine.device)
     last = len(share.micro_batches) - 1
     for index, positions in enumerate(share.micro_batches):
-        batch = pack_pairs([share.pairs[position] for position in positions]).to(engine.device)
+        batch = engine.pack([share.pairs[position] for position in positions])
         chosen, rejected = engine.score(batch)
         losses = pair_losses(chosen, rejected, batch, loss)
         engine.backward(losses.sum() / share.num_pairs, ends_step=index == last)

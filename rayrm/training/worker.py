@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
+from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import Tracker
 
@@ -56,10 +58,14 @@ def train_worker(job: Job) -> dict[str, Any] | None:
 def _train(job: Job) -> dict[str, Any] | None:
     config = RunConfig.model_validate(job.config)
     train = config.train
-    _use_all_cores()
+    workers_on_node = ray.train.get_context().get_local_world_size()
+    _share_cores(workers_on_node)
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=job.num_steps)
     progress = restore_checkpoint(engine)
+    settle_memory(
+        engine, config, progress, longest_pair=job.longest_pair, workers_on_node=workers_on_node
+    )
     train_shard: Any = ray.train.get_dataset_shard("train")
     eval_shards: dict[str, Any] = {
         name: ray.train.get_dataset_shard(name) for name in job.eval_sets
@@ -81,6 +87,7 @@ def _train(job: Job) -> dict[str, Any] | None:
         progress,
         num_steps=job.num_steps,
         steps_per_epoch=job.steps_per_epoch,
+        before_first=partial(prove_layout, engine, dtype=config.model.dtype),
     )
     pairs: list[TokenizedPair] = []
     for step in steps:
@@ -108,7 +115,8 @@ def _train(job: Job) -> dict[str, Any] | None:
     if train.metric_for_best_model is not None and not _holds_best(progress):
         best = load_checkpoint(engine, best_checkpoint())
         progress.metrics = best.metrics  # what is told is told of the model that is exported
-    pairs = pairs or next(train_shard.steps()).pairs  # a restart after the last step has none
+    if not pairs:  # a restart after the last step
+        pairs = next(train_shard.steps(engine.cutting)).pairs
     return _export(engine, tokenizer, config, folder, progress, journal, pairs)
 
 
@@ -117,17 +125,22 @@ def _start_tracker(
 ) -> Tracker:
     """Open the logs, and tell the driver what starts."""
     trained, total = engine.num_parameters()
+    because = engine.model.padded_because
+    layout = "prompts shared" if because is None else f"padded rows ({because})"
+    checkpointing = "on" if progress.gradient_checkpointing else "off"
     job.board.start.remote(
         f"training {trained:,} of {total:,} parameters on {engine.world_size} worker(s), "
-        f"{engine.device.type}, ZeRO stage {config.zero.stage}",
+        f"{engine.device.type}, ZeRO stage {config.zero.stage}, {layout}, up to "
+        f"{progress.max_tokens:,} tokens a forward, gradient checkpointing {checkpointing}",
         progress.step,
         job.num_steps,
     )
     tracker = Tracker(
         folder, config.tracking.wandb, config=job.config, run_id=job.run_id, step=progress.step
     )
-    if tracker.notice is not None:
-        job.board.note.remote(tracker.notice)
+    for notice in (tracker.notice, slow_dtype(config.model.dtype, engine.device)):
+        if notice is not None:
+            job.board.note.remote(notice)
     return tracker
 
 
@@ -139,11 +152,9 @@ def _holds_best(progress: Progress) -> bool:
     return progress.best_score is None or progress.evaluations_without_gain == 0
 
 
-def _use_all_cores() -> None:
+def _share_cores(workers_on_node: int) -> None:
     """Share this node's cores among its workers; Ray allows each a thread a CPU it asked for."""
-    context = ray.train.get_context()
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // context.get_local_world_size()))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers_on_node))
 
 
 def _evaluate(

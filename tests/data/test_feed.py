@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from rayrm.data.feed import Feeder, FeedPlan, steps_of
 from rayrm.data.pipeline import PAIR_SCHEMA, pairs_of
+from rayrm.data.plan import Cutting
 
-SHUFFLED = FeedPlan(batch_size=4, max_tokens=100, seed=7, buffer_size=1000)
-IN_ORDER = FeedPlan(batch_size=4, max_tokens=100)
+CUTTING = Cutting("padded", 12)
+SHUFFLED = FeedPlan(batch_size=4, seed=7, buffer_size=1000)
+IN_ORDER = FeedPlan(batch_size=4)
 
 
 def rows_of(numbers: range, *, file: int = 0, dropped: tuple[int, ...] = ()) -> pa.Table:
@@ -72,8 +74,8 @@ def test_without_a_seed_the_order_is_that_of_the_sources():
 
 def test_epoch_and_seed_change_the_order_and_nothing_else_does():
     table = rows_of(range(50))
-    other_seed = FeedPlan(batch_size=4, max_tokens=100, seed=8, buffer_size=1000)
-    other_batch = FeedPlan(batch_size=7, max_tokens=900, seed=7, buffer_size=1000)
+    other_seed = FeedPlan(batch_size=4, seed=8, buffer_size=1000)
+    other_batch = FeedPlan(batch_size=7, seed=7, buffer_size=1000)
     first = flat(steps([table], SHUFFLED))
     assert flat(steps([table], SHUFFLED)) == first
     assert flat(steps([table], other_batch)) == first
@@ -91,7 +93,7 @@ def test_rows_of_one_number_in_two_files_are_two_rows():
 
 
 def test_rows_are_shuffled_within_windows_of_source_rows_dropped_ones_included():
-    plan = FeedPlan(batch_size=1, max_tokens=100, seed=7, buffer_size=10)
+    plan = FeedPlan(batch_size=1, seed=7, buffer_size=10)
     found = flat(steps([rows_of(range(30), dropped=(3, 4, 5, 15))], plan))
     assert set(found[:7]) == {0, 1, 2, 6, 7, 8, 9}
     assert set(found[7:16]) == set(range(10, 20)) - {15}
@@ -99,7 +101,7 @@ def test_rows_are_shuffled_within_windows_of_source_rows_dropped_ones_included()
 
 
 def test_a_window_without_kept_rows_is_passed_over():
-    plan = FeedPlan(batch_size=4, max_tokens=100, seed=7, buffer_size=3)
+    plan = FeedPlan(batch_size=4, seed=7, buffer_size=3)
     assert steps([rows_of(range(4), dropped=(0, 1, 2))], plan) == [[3]]
 
 
@@ -120,7 +122,7 @@ def test_block_boundaries_change_nothing(
     buffer_size: int,
     seed: int | None,
 ):
-    plan = FeedPlan(batch_size=batch_size, max_tokens=9, seed=seed, buffer_size=buffer_size)
+    plan = FeedPlan(batch_size=batch_size, seed=seed, buffer_size=buffer_size)
     table = rows_of(range(num_rows), dropped=tuple(dropped))
     whole = steps([table], plan)
     assert steps(cut(table, sizes), plan) == whole
@@ -148,7 +150,7 @@ def feeder_of(num_rows: int, *, num_ranks: int) -> tuple[Feeder, FakeDataset]:
 
 def share(feeder: Feeder, rank: int, epoch: int, step: int) -> list[int] | None:
     """The row numbers that a rank gets; None after the last step."""
-    found = feeder.share(rank, epoch, step)
+    found = feeder.share(rank, epoch, step, CUTTING)
     return None if found is None else found[0]["row"].to_pylist()
 
 
@@ -175,11 +177,11 @@ def test_a_step_holds_the_same_rows_for_any_number_of_ranks(num_ranks: int):
 
 def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step():
     dataset: Any = FakeDataset(rows_of(range(4)))
-    plan = FeedPlan(batch_size=4, max_tokens=12)
+    plan = FeedPlan(batch_size=4)
     feeder = Feeder(dataset, plan, 2)
     # the chosen sides have 2, 3, 4 and 5 tokens, each rejected one has 2
     for rank, rows in enumerate(([3, 0], [2, 1])):
-        found = feeder.share(rank, 0, 0)
+        found = feeder.share(rank, 0, 0, CUTTING)
         assert found is not None
         table, micro_batches, num_pairs, num_tokens, is_stop = found
         assert table["row"].to_pylist() == rows
@@ -193,9 +195,9 @@ def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step
 def test_all_ranks_learn_with_the_same_step_that_they_are_to_stop():
     asked = iter([False, True])
     dataset: Any = FakeDataset(rows_of(range(8)))
-    feeder = Feeder(dataset, FeedPlan(batch_size=4, max_tokens=12), 2, lambda: next(asked))
-    ahead = [feeder.share(0, 0, step) for step in (0, 1)]
-    behind = [feeder.share(1, 0, step) for step in (0, 1)]
+    feeder = Feeder(dataset, FeedPlan(batch_size=4), 2, lambda: next(asked))
+    ahead = [feeder.share(0, 0, step, CUTTING) for step in (0, 1)]
+    behind = [feeder.share(1, 0, step, CUTTING) for step in (0, 1)]
     assert [[found and found[-1] for found in rank] for rank in (ahead, behind)] == [
         [False, True]
     ] * 2

@@ -41,7 +41,7 @@ def test_every_number_of_three_pairs():
             "shared_prompt_share": 0.5,
         }
     )
-    assert (stats.num_pairs, stats.num_tokens) == (3, 30)
+    assert (stats.num_pairs, stats.num_tokens) == (3, 60)
 
 
 def test_a_tie_counts_half_and_is_reported():

@@ -65,10 +65,10 @@ def head_of(model: nn.Module) -> Tensor:
     return head
 
 
-def rewards_of(model: nn.Module, pairs: list[TokenizedPair]) -> Tensor:
+def rewards_of(model: RewardModel | EncoderRewardModel, pairs: list[TokenizedPair]) -> Tensor:
     """Rewards of all chosen and all rejected sides."""
     with torch.no_grad():
-        return model.eval()(**pack_pairs(pairs).inputs)
+        return model.eval()(**pack_pairs(pairs, model.layout).inputs)
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -159,7 +159,7 @@ def test_the_config_is_that_of_a_one_label_classifier_with_padding(llama: Path):
 def test_rewards_are_those_of_plain_transformers_on_padded_batches(scorer: Path):
     model = build(scorer)
     plain: Any = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
-    inputs = pack_pairs(PAIRS).inputs
+    inputs = pack_pairs(PAIRS, "padded").inputs
     padded = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, PAD)
     with torch.no_grad():
         logits = plain.eval()(input_ids=padded, attention_mask=inputs["attention_mask"]).logits
@@ -170,7 +170,7 @@ def test_rewards_are_those_of_plain_transformers_on_padded_batches(scorer: Path)
 
 def test_rewards_do_not_move_with_the_batch(scorer: Path):
     model = build(scorer)
-    together = rewards_of(model, PAIRS).view(2, -1).T
+    together = rewards_of(model, PAIRS).view(-1, 2)
     alone = torch.stack([rewards_of(model, [pair]) for pair in PAIRS])
     torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-5)
 
@@ -182,7 +182,7 @@ def test_a_reward_is_read_at_the_last_token_even_if_that_is_the_pad_id(scorer: P
     for side in sides:
         (reward, _) = rewards_of(model, [pair_of([], side, [1] * 9)]).tolist()
         backbone: Any = model.classifier.get_submodule("model")
-        with torch.no_grad():
+        with torch.no_grad(), model.padded():
             hidden = backbone(input_ids=torch.tensor([side])).last_hidden_state[0, -1]
         expected = (head_of(model) @ hidden).item()
         assert reward == pytest.approx(expected, abs=1e-5)
@@ -191,7 +191,7 @@ def test_a_reward_is_read_at_the_last_token_even_if_that_is_the_pad_id(scorer: P
 @pytest.mark.parametrize("folder", ["scorer", "bert"])
 def test_no_pairs_are_a_forward_without_rewards(folder: str, request: pytest.FixtureRequest):
     model = build(request.getfixturevalue(folder))
-    rewards = model(**pack_pairs([]).inputs)
+    rewards = model(**pack_pairs([], model.layout).inputs)
     assert (rewards.shape, rewards.dtype) == ((0,), torch.float32)
     rewards.sum().backward()  # every rank has to run it under ZeRO-3
 
@@ -223,9 +223,9 @@ def dropping(llama: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def is_random(model: nn.Module) -> bool:
+def is_random(model: RewardModel | EncoderRewardModel) -> bool:
     """Whether two forwards in training differ."""
-    inputs = pack_pairs(PAIRS).inputs
+    inputs = pack_pairs(PAIRS, model.layout).inputs
     return not torch.equal(model.train()(**inputs), model.train()(**inputs))
 
 
@@ -278,7 +278,7 @@ def test_lora_is_drawn_from_the_seed(llama: Path):
 def test_the_trained_head_of_lora_moves_the_rewards(llama: Path):
     model = build(llama, lora=LoraSection())
     before = rewards_of(model, PAIRS)
-    model(**pack_pairs(PAIRS).inputs).sum().backward()
+    model(**pack_pairs(PAIRS, model.layout).inputs).sum().backward()
     (head,) = [x for x in weights(model, "score.modules_to_save.default.weight")]
     assert head.grad is not None
     with torch.no_grad():
@@ -302,7 +302,7 @@ def test_gradient_checkpointing_changes_no_gradient(llama: Path):
     for checkpointing in (False, True):
         for lora in (None, LoraSection()):
             model = build(llama, gradient_checkpointing=checkpointing, lora=lora).train()
-            model(**pack_pairs(PAIRS).inputs).sum().backward()
+            model(**pack_pairs(PAIRS, model.layout).inputs).sum().backward()
             gradients.append([x.grad for x in weights(model) if x.grad is not None])
     assert (len(gradients[0]), len(gradients[1])) == (21, 29)
     torch.testing.assert_close(gradients[2:], gradients[:2], rtol=1e-5, atol=1e-6)
@@ -316,7 +316,7 @@ def test_an_encoder_is_pooled_as_its_own_classifier_pools(bert: Path):
     classifier: Any = model.classifier
     with torch.no_grad():
         alone = classifier(input_ids=torch.tensor([[20, 22, 23, 24]])).logits.item()
-    assert rewards[4].item() == pytest.approx(alone, abs=1e-5)
+    assert rewards[3].item() == pytest.approx(alone, abs=1e-5)
 
 
 def test_an_encoder_takes_lora(bert: Path):

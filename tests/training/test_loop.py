@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from rayrm.config.schema import LossSection
 from rayrm.data.feed import StepShare
-from rayrm.data.packing import MicroBatches, PackedBatch
+from rayrm.data.packing import PackedBatch, pack_pairs
+from rayrm.data.plan import Cutting, MicroBatches
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import DataError, RayrmError
 from rayrm.training.loop import Progress, train_step, training_steps
@@ -25,6 +26,7 @@ class FakeEngine:
         self.device = torch.device("cpu")
         self.step_was_applied = True
         self.grad_norm = 0.0
+        self.cutting = Cutting("padded", 100)
         self.num_steps = 0
         self.learning_rates: list[float] = []
         self.values = nn.Parameter(torch.linspace(-1, 1, 32))
@@ -35,9 +37,12 @@ class FakeEngine:
     def learning_rate(self) -> float:
         return 1 / (1 + self.num_steps)
 
+    def pack(self, pairs: list[TokenizedPair]) -> PackedBatch:
+        return pack_pairs(pairs, self.cutting.layout)
+
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         ids = batch.inputs["input_ids"].flatten()[batch.inputs["last_token"]]
-        chosen, rejected = self.values[ids].view(2, -1)
+        chosen, rejected = self.values[ids].view(-1, 2).unbind(1)
         return chosen, rejected
 
     def backward(self, loss: Tensor, *, ends_step: bool) -> None:
@@ -61,7 +66,7 @@ class FakeShard:
         self.asked: list[tuple[int, int]] = []
         self._num_steps = num_steps
 
-    def steps(self, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
+    def steps(self, cutting: Cutting, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
         self.asked.append((epoch, start))
         for step in range(start, self._num_steps):
             first = (2 * step + epoch) % len(PAIRS)
