@@ -102,7 +102,11 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         run_id=_run_id(folder),
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
-        longest_pair=2 * reports[TRAIN].longest_side,
+        longest_pair={
+            "shared_prompt": reports[TRAIN].longest_pair,
+            "packed": 2 * reports[TRAIN].longest_side,
+            "padded": 2 * reports[TRAIN].longest_side,
+        },
         eval_sets=tuple(name for name in streams if name != TRAIN),
         board=ray.remote(num_cpus=0)(Board).remote(),
     )

@@ -21,6 +21,7 @@ class SourceReport:
     tokens: int = 0
     shared_tokens: int = 0
     longest: int = 0
+    longest_pair: int = 0
     kept_rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -41,6 +42,7 @@ class SourceReport:
                 "total": self.tokens,
                 "mean_per_side": self.tokens / (2 * pairs) if pairs else 0.0,
                 "longest_side": self.longest,
+                "longest_pair": self.longest_pair,
             },
             "shared_prompt_share": self.shared_tokens / self.tokens if self.tokens else 0.0,
         }
@@ -72,6 +74,7 @@ class DataReport:
         report.tokens += int(chosen.sum() + rejected.sum())
         report.shared_tokens += int(prompt.sum())
         report.longest = max(report.longest, int(chosen.max()), int(rejected.max()))
+        report.longest_pair = max(report.longest_pair, int((chosen + rejected - prompt).max()))
         report.negative_margins += int((margin < 0).sum())
 
     def _keep_dropped(self, report: SourceReport, dropped: pa.Table, number: int) -> None:
@@ -104,6 +107,11 @@ class DataReport:
     def longest_side(self) -> int:
         """Most tokens of prompt and reply together."""
         return max((report.longest for report in self.sources.values()), default=0)
+
+    @property
+    def longest_pair(self) -> int:
+        """Most tokens of a pair, its prompt counted once."""
+        return max((report.longest_pair for report in self.sources.values()), default=0)
 
     @property
     def dropped(self) -> Counter[str]:

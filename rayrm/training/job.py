@@ -22,8 +22,8 @@ class Job:
     num_steps: int
     """Optimizer steps of the whole run."""
     steps_per_epoch: int
-    longest_pair: int
-    """Most tokens of a training pair, or a bound of it."""
+    longest_pair: dict[str, int]
+    """Most tokens that a single training pair takes, by layout."""
     eval_sets: tuple[str, ...]
     """Names of the evaluation sets."""
     board: Any

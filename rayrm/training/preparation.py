@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that activations may take; the rest is for what comes and goes."""
-MIN_TOKENS, GOOD_TOKENS, MAX_TOKENS = 512, 4_096, 65_536
-"""A forward's tokens: at least; enough to be fast, for which checkpointing is worth it; at most."""
+MIN_TOKENS, MAX_TOKENS = 512, 65_536
+"""Tokens of a forward, at least and at most."""
+GOOD_TOKENS = {"cpu": 1_024, "cuda": 4_096}
+"""Tokens from which on a forward is fast: recomputing activations is worth so many."""
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative and absolute difference allowed between rewards of a flat row and of padded rows."""
 
@@ -54,7 +56,7 @@ def settle_memory(
         whole = _bytes_a_token(engine)
         free = _agreed_free_bytes(engine, workers_on_node)
         if checkpointing == "auto":
-            wanted = GOOD_TOKENS if tokens == "auto" else tokens
+            wanted = GOOD_TOKENS[engine.device.type] if tokens == "auto" else tokens
             checkpointing = whole * max(wanted, longest_pair) > free
         if tokens == "auto":
             # checkpointing keeps the input of each layer, and one layer at a time in full

@@ -63,8 +63,9 @@ def _train(job: Job) -> dict[str, Any] | None:
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=job.num_steps)
     progress = restore_checkpoint(engine)
+    longest_pair = job.longest_pair[engine.cutting.layout]
     settle_memory(
-        engine, config, progress, longest_pair=job.longest_pair, workers_on_node=workers_on_node
+        engine, config, progress, longest_pair=longest_pair, workers_on_node=workers_on_node
     )
     train_shard: Any = ray.train.get_dataset_shard("train")
     eval_shards: dict[str, Any] = {

@@ -36,7 +36,7 @@ def test_every_number_of_a_source():
         "dropped": {"tie": 2, "too_long": 1},
         "dropped_rows_kept": 3,
         "negative_margins": 1,
-        "tokens": {"total": 48, "mean_per_side": 8.0, "longest_side": 21},
+        "tokens": {"total": 48, "mean_per_side": 8.0, "longest_side": 21, "longest_pair": 22},
         "shared_prompt_share": 6 / 48,
     }
 
@@ -49,7 +49,7 @@ def test_a_source_without_rows_is_told_as_well():
         "dropped": {},
         "dropped_rows_kept": 0,
         "negative_margins": 0,
-        "tokens": {"total": 0, "mean_per_side": 0.0, "longest_side": 0},
+        "tokens": {"total": 0, "mean_per_side": 0.0, "longest_side": 0, "longest_pair": 0},
         "shared_prompt_share": 0.0,
     }
 
