@@ -202,8 +202,9 @@ def run_bare(spec: dict[str, Any]) -> dict[str, float]:
     from rayrm.data.packing import pack_pairs
     from rayrm.data.plan import Cutting, PairLengths, plan_step
     from rayrm.data.tokenize import TokenizedPair
+    from rayrm.model.build import build_reward_model
     from rayrm.model.loss import bradley_terry_loss
-    from rayrm.model.reward import RewardModel, build_reward_model
+    from rayrm.model.reward import RewardModel
     from rayrm.model.tokenizer import load_tokenizer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

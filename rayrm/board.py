@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -58,6 +59,17 @@ class Board:
     def failure(self) -> RayrmError | None:
         """Return what was posted."""
         return self._failure
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """Asks the board whether training is to stop, from wherever it is called."""
+
+    board: Any
+
+    def __call__(self) -> bool:
+        """Return what the board says."""
+        return ray.get(self.board.stop_asked.remote())
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 Nothing heavy is imported here, so that --help answers at once and a wrong command fails at once.
 """
 
+import logging
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ def exit_status(action: Callable[[], None]) -> int:
 
     Any other exception is a bug of ours and keeps its traceback.
     """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("rayrm").setLevel(logging.INFO)
     try:
         action()
     except RayrmError as error:

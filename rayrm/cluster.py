@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,30 @@ def ray_running(scaling: ScalingSection) -> Iterator[None]:
 def _start(scaling: ScalingSection) -> None:
     """Connect to the cluster of RAY_ADDRESS or of ``ray start``; without one, start our own."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    with children_in_own_group():
+        try:
+            ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, **quiet)
+        except ValueError:  # there is a cluster, and its CPUs are not ours to choose
+            ray.init(**quiet)
+
+
+@contextlib.contextmanager
+def children_in_own_group() -> Iterator[None]:
+    """Start processes in a process group apart, in which a signal to this one's does not end them.
+
+    ``timeout``, systemd and batch systems send SIGTERM to a whole group: Ray would die under a
+    driver that is finishing its step.
+    """
+    own = os.getpgid(0)
+    founder = subprocess.Popen(["true"], process_group=0)
     try:
-        ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, **quiet)
-    except ValueError:  # there is a cluster, and its CPUs are not ours to choose
-        ray.init(**quiet)
+        with contextlib.suppress(PermissionError):  # the leader of a session stays where it is
+            os.setpgid(0, founder.pid)
+        yield
+    finally:
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, own)
+        founder.wait()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import ray.train
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 
-from rayrm.board import Board, showing, stopping_on_signals
+from rayrm.board import Board, StopAsked, showing, stopping_on_signals
 from rayrm.cluster import Resources, choose_resources, ray_running
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig
@@ -27,6 +27,7 @@ from rayrm.data.pipeline import PairStream
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.preflight import check_before_start, with_absolute_paths
+from rayrm.training.entry import run_worker
 from rayrm.training.job import MODEL, REPORT, SCORE, Job
 from rayrm.training.storage import RunFolder
 
@@ -77,6 +78,7 @@ def fit(
     if (finished := _finished(folder, settled)) is not None:
         return finished
     folder.create()
+    logger.info("starting Ray")
     with ray_running(settled.scaling):
         return _fit(settled, handed, folder)
 
@@ -85,6 +87,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
     try:
         streams = open_streams(config, handed, cpus_per_task=resources.cpus_per_task)
+        logger.info("reading the rows once, to account for each")
         streams = hold_eval_sets(streams)
         reports = {name: stream.survey() for name, stream in streams.items()}
     except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
@@ -187,7 +190,7 @@ def _train(
     )
     best = train.metric_for_best_model is not None
     trainer = TorchTrainer(
-        _run_worker,
+        run_worker,
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scaling.num_workers,
@@ -195,7 +198,7 @@ def _train(
             resources_per_worker=resources.per_worker,
         ),
         datasets={name: stream.dataset for name, stream in streams.items()},
-        dataset_config=FeedConfig(plans, stop_asked=_StopAsked(job.board)),
+        dataset_config=FeedConfig(plans, stop_asked=StopAsked(job.board)),
         run_config=ray.train.RunConfig(
             name=_CHECKPOINTS,
             storage_path=folder.url,
@@ -234,23 +237,6 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, daemon=True).start()
     return outcome.result()
-
-
-def _run_worker(loop_config: dict[str, Any]) -> dict[str, Any] | None:
-    """Load the worker where it runs: the driver needs no DeepSpeed."""
-    from rayrm.training.worker import train_worker
-
-    return train_worker(loop_config["job"])
-
-
-@dataclass(frozen=True)
-class _StopAsked:
-    """Asks the board, from wherever it is called."""
-
-    board: Any
-
-    def __call__(self) -> bool:
-        return ray.get(self.board.stop_asked.remote())
 
 
 def _explained(error: Exception, job: Job, resources: Resources) -> Exception:

@@ -1,6 +1,8 @@
 """What can be found wrong, and made plain, before Ray starts."""
 
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from rayrm.config.schema import RunConfig
@@ -8,43 +10,35 @@ from rayrm.data.columns import COLUMNS
 from rayrm.data.intake import eval_names
 from rayrm.data.sources import list_files
 from rayrm.errors import ConfigError
-from rayrm.model.reward import load_config
+from rayrm.model.build import check_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.tracking import choose_mode, has_key
 
 
 def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
-    """Find what can be found wrong before Ray starts."""
-    unknown = sorted(set(datasets) - {"train", "eval"})
-    if unknown:
-        raise ConfigError(f"datasets: unknown key {unknown[0]!r}; give train and eval")
+    """Find what can be found wrong before Ray starts, and tell it all at once.
+
+    Raises:
+        ConfigError: a line a fault.
+    """
+    faults = [
+        *_faults_of_data(config, datasets),
+        *_faults_of_evaluation(config, datasets),
+        *_faults_of_tracking(config),
+        *_faults_of_model(config),
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _faults_of_data(config: RunConfig, datasets: dict[str, Any]) -> Iterator[str]:
+    for name in sorted(set(datasets) - {"train", "eval"}):
+        yield f"datasets: unknown key {name!r}; give train and eval"
     if not config.data.train and "train" not in datasets:
-        raise ConfigError("data.train: no source; name one, or hand fit() a data set")
-    _check_data(config, datasets)
-    eval_sets = eval_names(config, datasets)
-    for field in ("eval_steps", "metric_for_best_model"):
-        if getattr(config.train, field) is not None and not eval_sets:
-            raise ConfigError(f"train.{field}: has no effect without data.eval")
-    metric = config.train.metric_for_best_model
-    if metric is not None:
-        known = _metric_names(list(eval_sets))
-        if metric not in known:
-            raise ConfigError(
-                f"train.metric_for_best_model: evaluation gives no {metric!r}; it gives "
-                + ", ".join(known)
-            )
-    section = config.tracking.wandb
-    if section is not None and choose_mode(section) == "online" and not has_key():
-        raise ConfigError(
-            "tracking.wandb.mode: online needs a key: set WANDB_API_KEY, or use mode: offline"
-        )
-    load_config(config.model, load_tokenizer(config.model))
-
-
-def _check_data(config: RunConfig, datasets: dict[str, Any]) -> None:
+        yield "data.train: no source; name one, or hand fit() a data set"
     for name in config.data.columns:
         if name not in COLUMNS:
-            raise ConfigError(
+            yield (
                 f"data.columns: there is no standard column {name!r} to rename; there are "
                 + ", ".join(sorted(COLUMNS))
             )
@@ -53,7 +47,41 @@ def _check_data(config: RunConfig, datasets: dict[str, Any]) -> None:
         sources += [(f"data.eval.{name}".rstrip("."), s) for name, s in config.data.eval.items()]
     for field, source in sources:
         if not source.path.startswith("hub:"):
-            list_files(source.path, label="", field=field)
+            yield from _fault_of(partial(list_files, source.path, label="", field=field))
+
+
+def _faults_of_evaluation(config: RunConfig, datasets: dict[str, Any]) -> Iterator[str]:
+    eval_sets = eval_names(config, datasets)
+    for field in ("eval_steps", "metric_for_best_model"):
+        if getattr(config.train, field) is not None and not eval_sets:
+            yield f"train.{field}: has no effect without data.eval; set it to null"
+    metric, known = config.train.metric_for_best_model, _metric_names(list(eval_sets))
+    if eval_sets and metric is not None and metric not in known:
+        yield (
+            f"train.metric_for_best_model: evaluation gives no {metric!r}; it gives "
+            + ", ".join(known)
+        )
+
+
+def _faults_of_tracking(config: RunConfig) -> Iterator[str]:
+    section = config.tracking.wandb
+    if section is not None and choose_mode(section) == "online" and not has_key():
+        yield "tracking.wandb.mode: online needs a key: set WANDB_API_KEY, or use mode: offline"
+
+
+def _faults_of_model(config: RunConfig) -> Iterator[str]:
+    def build_without_weights() -> None:
+        tokenizer = load_tokenizer(config.model)
+        check_reward_model(config.model, tokenizer, shared_prompt=config.train.shared_prompt)
+
+    yield from _fault_of(build_without_weights)
+
+
+def _fault_of(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except ConfigError as error:
+        yield str(error)
 
 
 def _metric_names(sets: list[str]) -> list[str]:

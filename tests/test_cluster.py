@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -106,3 +108,40 @@ def test_given_gpus_are_used():
     assert chosen == Resources(2, True, {"CPU": 1.0, "GPU": 1.0}, 1.0)
     assert choose(8, num_workers=2, resources_per_worker={"GPU": 0.5}).use_gpu
     assert not choose(8, gpus=2, num_workers=2, resources_per_worker={"GPU": 0}).use_gpu
+
+
+IN_A_GROUP_APART = """
+import os, subprocess
+from rayrm.cluster import children_in_own_group
+
+own = os.getpgid(0)
+with children_in_own_group():
+    child = subprocess.Popen(["sleep", "60"])
+assert os.getpgid(0) == own
+apart = os.getpgid(child.pid) != own
+child.kill()
+print(apart, child.wait())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "is_apart"),
+    [
+        pytest.param({}, True, id="in the group of another"),
+        pytest.param({"process_group": 0}, True, id="leader of a group, as shells start it"),
+        pytest.param(
+            {"start_new_session": True}, False, id="leader of a session, which has to stay"
+        ),
+    ],
+)
+def test_a_signal_to_our_group_does_not_reach_what_is_started_apart(
+    options: dict[str, Any], is_apart: bool
+):
+    told = subprocess.run(
+        [sys.executable, "-c", IN_A_GROUP_APART],
+        capture_output=True,
+        text=True,
+        check=True,
+        **options,
+    )
+    assert told.stdout == f"{is_apart} -9\n"

@@ -1,6 +1,8 @@
 """Holds every import to one table: who may import whom, and where each framework lives."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -33,6 +35,7 @@ FLOORS = {
     "training.zero": 1,
     "model.shared_prompt": 2,
     "model.reward": 2,
+    "model.build": 2,
     "model.adapters": 2,
     "data.sources": 2,
     "data.pipeline": 2,
@@ -51,6 +54,7 @@ FLOORS = {
     "training.job": 3,
     "training.journal": 3,
     "training.worker": 4,
+    "training.entry": 4,
     "board": 4,
     "cluster": 4,
     "preflight": 4,
@@ -159,3 +163,11 @@ def test_the_table_lets_lower_floors_and_neighbours_be_imported_only():
     assert not may_import("data.packing", "model.loss")
     assert not may_import("data.packing", "data.sources")
     assert not may_import("launch", ROOT)
+
+
+@pytest.mark.parametrize("module", ["rayrm.board", "rayrm.data.feed", "rayrm.training.entry"])
+def test_what_actors_load_needs_no_torch(module: str):
+    # each of Ray's processes would pay seconds and half a gigabyte for it
+    script = f"import sys, {module}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"

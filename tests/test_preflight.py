@@ -63,10 +63,13 @@ def test_what_can_run_is_let_through(model: Path, overrides: list[str]):
     ("overrides", "message"),
     [
         (["data.train=[]"], r"^data\.train: no source; name one, or hand fit\(\) a data set$"),
-        (["train.eval_steps=5"], r"^train\.eval_steps: has no effect without data\.eval$"),
+        (
+            ["train.eval_steps=5"],
+            r"^train\.eval_steps: has no effect without data\.eval; set it to null$",
+        ),
         (
             ["train.metric_for_best_model=eval_loss"],
-            r"^train\.metric_for_best_model: has no effect without data\.eval$",
+            r"^train\.metric_for_best_model: has no effect without data\.eval; set it to null$",
         ),
         (
             ["data.eval=x.jsonl", "train.metric_for_best_model=eval_acc"],
@@ -86,7 +89,20 @@ def test_what_can_run_is_let_through(model: Path, overrides: list[str]):
         ),
         (["model.eos_token=<none>"], r"^model\.eos_token: "),
         (["model.chat_template_path=/no/such/file"], r"^model\.chat_template_path: "),
-        (["model.name_or_path=/no/such/folder"], r"^model\.name_or_path: no tokenizer"),
+        (
+            ["model.name_or_path=/no/such/folder"],
+            r"^model\.name_or_path: there is no folder /no/such/folder$",
+        ),
+        (["model.attn_implementation=flash"], r"^model\.attn_implementation: 'flash' is none of "),
+        (["model.lora.target_modules=[no_proj]"], r"^model\.lora: No modules were targeted"),
+        (
+            ["train.shared_prompt=on", "model.attn_implementation=eager"],
+            r"^train\.shared_prompt: on, but model\.attn_implementation is eager",
+        ),
+        (
+            ["data.train=[]", "train.eval_steps=5", "model.lora.target_modules=[no_proj]"],
+            r"^data\.train: no source.*\ntrain\.eval_steps: .*\nmodel\.lora: ",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(model: Path, overrides: list[str], message: str):

@@ -195,6 +195,11 @@ class LossSection(Section):
     """Probability that a label is taken to be the wrong way round."""
 
 
+def _switch_as_text(value: Any) -> Any:
+    """Return the word that was written where YAML reads on and off as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 SharedPrompt = Literal["auto", "on", "off"]
 
 
@@ -206,7 +211,7 @@ class TrainSection(Section):
     max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Most tokens that one forward computes on one worker; a single pair may exceed it; auto takes
     what fits into memory."""
-    shared_prompt: SharedPrompt = "auto"
+    shared_prompt: Annotated[SharedPrompt, BeforeValidator(_switch_as_text)] = "auto"
     """Compute a prompt once for both replies, and no padding: auto where that is exact; on refuses
     other models; off pads."""
     num_train_epochs: PositiveFloat = 1.0
@@ -289,6 +294,13 @@ class ScalingSection(Section):
     """Ray resources of one worker, such as {CPU: 4, GPU: 1}; null asks for what fits."""
     max_failures: Annotated[int, Field(ge=0), NoBool] = 3
     """Restarts from the last checkpoint after a lost worker before the run fails."""
+
+    @model_validator(mode="after")
+    def _resources_are_spelled_as_ray_does(self) -> "ScalingSection":
+        for name in self.resources_per_worker or {}:
+            if name.upper() in ("CPU", "GPU") and not name.isupper():
+                raise ValueError(f"resources_per_worker: {name}: did you mean {name.upper()}?")
+        return self
 
     @model_validator(mode="after")
     def _gpus_are_used(self) -> "ScalingSection":

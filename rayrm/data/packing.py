@@ -13,17 +13,15 @@ computes it; models that cannot be computed so get right-padded rows instead.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rayrm.data.plan import Layout
 from rayrm.data.tokenize import Ids, TokenizedPair
-
-Layout = Literal["shared_prompt", "packed", "padded"]
-"""One flat row with the prompt once; the same with a prompt for each reply; right-padded rows."""
 
 _CALL_COST = 2_500
 """What one more attention call costs, as entries of the attention matrix: rows of unlike length

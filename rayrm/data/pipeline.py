@@ -16,7 +16,6 @@ from rayrm.data.report import DataReport
 from rayrm.data.sources import RawRows, RowFile
 from rayrm.data.tokenize import PairTokenizer, TokenizedPair
 from rayrm.errors import DataError
-from rayrm.model.tokenizer import load_tokenizer
 
 _IDS = pa.large_list(pa.int32())
 _ID_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -139,6 +138,9 @@ def _parse(text: bytes, columns: dict[str, str]) -> Pair | Drop:
 @lru_cache(maxsize=2)
 def _pair_tokenizer(model_json: str, max_length: int) -> PairTokenizer:
     """Load once a process: Ray keeps its processes from task to task and from epoch to epoch."""
+    # imported here, since it loads transformers and torch, which a feeder does not need
+    from rayrm.model.tokenizer import load_tokenizer
+
     model = ModelSection.model_validate_json(model_json)
     return PairTokenizer(load_tokenizer(model), max_length=max_length)
 
@@ -154,10 +156,12 @@ def check_report(report: DataReport, data: DataSection, *, field: str) -> None:
             f"{field}: {row['source']}, row {row['row']}: {row['reason']}: {row['detail']} "
             "(data.on_bad_row is stop; drop would count it and go on)"
         )
+    if report.num_rows == 0:
+        raise DataError(f"{field}: there are no rows in {', '.join(report.paths) or 'it'}")
     if report.num_pairs == 0:
         counts = ", ".join(f"{n} {reason}" for reason, n in report.dropped.most_common())
         raise DataError(
-            f"{field}: none of {report.num_rows} rows is a usable pair ({counts or 'no rows'})"
+            f"{field}: none of {report.num_rows} rows is a usable pair ({counts})"
             + _remedy(report, data)
         )
 

@@ -8,8 +8,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
-from rayrm.data.packing import Layout
+Layout = Literal["shared_prompt", "packed", "padded"]
+"""One flat row with the prompt once; the same with a prompt for each reply; right-padded rows."""
 
 MicroBatches = list[list[int]]
 """Positions of pairs, a list a forward; an empty one is a forward that counts for nothing."""

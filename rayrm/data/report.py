@@ -54,7 +54,7 @@ class DataReport:
     def __init__(self, sources: list[str], paths: list[str]) -> None:
         """``sources`` and ``paths`` name the label and the place of each file number."""
         self._labels = sources
-        self._paths = paths
+        self.paths = paths
         self.sources = {label: SourceReport() for label in sources}
 
     def add(self, table: pa.Table) -> None:
@@ -85,7 +85,7 @@ class DataReport:
             if len(report.kept_rows) < MAX_KEPT_ROWS:
                 report.kept_rows.append(
                     {
-                        "source": self._paths[number],
+                        "source": self.paths[number],
                         "row": row["row"],
                         "reason": row["reason"],
                         "detail": row["detail"],

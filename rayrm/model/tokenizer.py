@@ -17,13 +17,21 @@ _NEW_PAD_TOKEN = "<|pad|>"
 
 
 def resolve_name_or_path(model: ModelSection) -> str:
-    """Return the folder or hub name to load from; 'quickstart' is built where it is missing."""
+    """Return the folder or hub name to load from; 'quickstart' is built where it is missing.
+
+    Raises:
+        ConfigError: it can only be a folder, and there is none.
+    """
     if model.name_or_path == "quickstart":
         # imported here, since it loads whole model classes that no other tokenizer needs
         from rayrm.model.quickstart import quickstart_folder
 
         return str(quickstart_folder())
-    return model.name_or_path
+    name = model.name_or_path
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not Path(name).is_dir():
+        raise ConfigError(f"model.name_or_path: there is no folder {name}")
+    return name
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:

@@ -21,7 +21,8 @@ from rayrm.data.packing import PackedBatch, pack_pairs
 from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import ConfigError, RayrmError
-from rayrm.model.reward import EncoderRewardModel, RewardModel, build_reward_model
+from rayrm.model.build import build_reward_model
+from rayrm.model.reward import EncoderRewardModel, RewardModel
 from rayrm.training.zero import deepspeed_config
 
 logger = logging.getLogger(__name__)

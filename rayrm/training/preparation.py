@@ -22,6 +22,8 @@ MEMORY_SHARE = 0.5
 """Share of the free memory that activations may take; the rest is for what comes and goes."""
 MIN_TOKENS, MAX_TOKENS = 512, 65_536
 """Tokens of a forward, at least and at most."""
+ROUND_TOKENS = 256
+"""Tokens of a forward are a multiple of this."""
 GOOD_TOKENS = {"cpu": 1_024, "cuda": 4_096}
 """Tokens from which on a forward is fast: recomputing activations is worth so many."""
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -66,7 +68,7 @@ def settle_memory(
             itemsize = getattr(torch, config.model.dtype).itemsize
             kept = shape.hidden_size * itemsize * num_layers + whole / num_layers
             most = free / (kept if checkpointing else whole)
-            tokens = _power_of_two_below(min(max(most, MIN_TOKENS), MAX_TOKENS))
+            tokens = int(min(max(most, MIN_TOKENS), MAX_TOKENS)) // ROUND_TOKENS * ROUND_TOKENS
         logger.info("%.2f MB a token, %.1f GB for activations", whole / 1e6, free / 1e9)
     if checkpointing:
         engine.enable_gradient_checkpointing()
@@ -93,10 +95,6 @@ def _agreed_free_bytes(engine: Engine, workers_on_node: int) -> float:
     free = max(free - engine.bytes_to_come, 0.0) * MEMORY_SHARE
     least = engine.reduce_max(torch.tensor([-free], dtype=torch.float64, device=engine.device))
     return -least.item()
-
-
-def _power_of_two_below(number: float) -> int:
-    return 1 << (int(number).bit_length() - 1)
 
 
 def slow_dtype(dtype: str, device: torch.device) -> str | None:

@@ -88,6 +88,14 @@ def test_a_name_stays_as_it_was_typed(name: str):
     assert load_config({}, [f"run.name={name}"]).run.name == name
 
 
+@pytest.mark.parametrize("word", ["auto", "on", "off"])
+def test_a_switch_is_read_as_it_was_typed_though_yaml_takes_it_for_a_boolean(
+    yaml_file: Any, word: str
+):
+    assert load_config({}, [f"train.shared_prompt={word}"]).train.shared_prompt == word
+    assert load_config(yaml_file(f"train: {{shared_prompt: {word}}}")).train.shared_prompt == word
+
+
 def test_a_number_that_is_not_the_text_that_was_typed_is_refused():
     assert refusal({}, ["run.name=1.10"])[1].endswith("put it in quotes if it is text (override)")
 

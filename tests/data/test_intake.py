@@ -94,7 +94,7 @@ def report_of(*reasons: str | None) -> DataReport:
 @pytest.mark.parametrize(
     ("reasons", "overrides", "message"),
     [
-        ([], [], r"^data\.train: none of 0 rows is a usable pair \(no rows\)$"),
+        ([], [], r"^data\.train: there are no rows in x\.jsonl$"),
         (
             ["tie", "too_long", "tie"],
             ["data.max_length=77"],
@@ -112,7 +112,7 @@ def test_unusable_data_is_an_error_that_says_why(
 
 
 def test_an_unusable_evaluation_set_is_called_by_its_field():
-    with pytest.raises(DataError, match=r"^data\.eval\.my_eval_set: none of 0"):
+    with pytest.raises(DataError, match=r"^data\.eval\.my_eval_set: there are no rows"):
         check_reports({"eval_my_eval_set": report_of()}, load_config({}), kept_in="d")
 
 

@@ -3,7 +3,8 @@ from itertools import compress
 import pytest
 import torch
 
-from rayrm.data.packing import Layout, PackedBatch, Segments, pack_pairs, pack_replies
+from rayrm.data.packing import PackedBatch, Segments, pack_pairs, pack_replies
+from rayrm.data.plan import Layout
 from tests.builders import pair_of
 
 FLAT: list[Layout] = ["shared_prompt", "packed"]

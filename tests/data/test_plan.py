@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrm.data.packing import Layout, pack_pairs
-from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
+from rayrm.data.packing import pack_pairs
+from rayrm.data.plan import Cutting, Layout, MicroBatches, PairLengths, plan_step
 from tests.builders import pair_of
 
 LAYOUTS: list[Layout] = ["shared_prompt", "packed", "padded"]

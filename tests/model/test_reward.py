@@ -14,13 +14,8 @@ from rayrm.config.schema import LoraSection, ModelSection
 from rayrm.data.packing import pack_pairs
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import ConfigError
-from rayrm.model.reward import (
-    EncoderRewardModel,
-    Float32Linear,
-    RewardModel,
-    build_reward_model,
-    load_config,
-)
+from rayrm.model.build import build_reward_model, load_config
+from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
 from rayrm.model.tokenizer import load_tokenizer
 from tests.builders import pair_of, tiny_bert_folder, tiny_llama_folder, word_tokenizer
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from rayrm.config.schema import LoraSection
-from rayrm.data.packing import Layout, PackedBatch, pack_pairs, pack_replies
+from rayrm.data.packing import PackedBatch, pack_pairs, pack_replies
+from rayrm.data.plan import Layout
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
 from rayrm.model.adapters import add_lora

@@ -150,7 +150,7 @@ def test_a_chat_template_that_cannot_be_read_is_refused(tmp_path: Path):
         assert path in message
 
 
-@pytest.mark.parametrize("name", ["missing", "empty", "broken"])
+@pytest.mark.parametrize("name", ["empty", "broken"])
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, name: str):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
@@ -159,6 +159,12 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, name: str):
     assert message.startswith("model.name_or_path: no tokenizer could be loaded from ")
     assert str(tmp_path / name) in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./no-such", "~/no-such", "some/folder/of/mine"])
+def test_a_name_that_can_only_be_a_folder_is_not_looked_for_on_a_hub(name: str):
+    with pytest.raises(ConfigError, match=f"^model.name_or_path: there is no folder {name}$"):
+        load_tokenizer(ModelSection(name_or_path=name))
 
 
 def test_the_choice_of_padding_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -12,7 +12,7 @@ from rayrm.data.packing import PackedBatch, pack_pairs
 from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
-from rayrm.model.reward import build_reward_model
+from rayrm.model.build import build_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.loop import Progress
 from rayrm.training.preparation import prove_layout, settle_memory

@@ -1,0 +1,230 @@
+"""Load a reward model: backbone, head, adapters, and how its batches are packed."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rayrm.config.schema import ModelSection, SharedPrompt
+from rayrm.errors import ConfigError
+from rayrm.model.adapters import add_lora
+from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
+from rayrm.model.shared_prompt import reason_against
+from rayrm.model.tokenizer import resolve_name_or_path
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+"""Opens a context in which partitioned parameters are whole, and in which rank 0 may write them."""
+
+
+def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Load the backbone's configuration as that of a one-label classifier with this padding.
+
+    Raises:
+        ConfigError: the folder cannot be read, is a classifier with several labels, or has no place
+            for the padding.
+    """
+    path = resolve_name_or_path(model)
+    options: dict[str, Any] = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"model.name_or_path: cannot load {model.name_or_path!r} ({first_line})"
+        ) from error
+    architectures = config.architectures or []
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+    if is_classifier and config.num_labels != 1:
+        raise ConfigError(
+            f"model.name_or_path: {model.name_or_path} is a classifier with {config.num_labels} "
+            "labels; a reward model has one: start from its backbone, or from a one-label model"
+        )
+    if model.lora is not None and len(tokenizer) > config.get_text_config().vocab_size:
+        raise ConfigError(
+            "model.pad_token: the tokenizer has no token to spare for padding, and a new one does "
+            "not fit into an adapter; name a token that never ends a text"
+        )
+    config.num_labels = 1
+    config.pad_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
+    if tokenizer.eos_token_id is not None:
+        config.eos_token_id = tokenizer.eos_token_id
+    if model.disable_dropout:
+        for name, value in config.to_dict().items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "drop"))):
+                setattr(config, name, 0.0)
+    return config
+
+
+def build_reward_model(
+    model: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    shared_prompt: SharedPrompt = "auto",
+    gather: Gather = lambda parameters: nullcontext(),
+) -> RewardModel | EncoderRewardModel:
+    """Load the backbone and its head, ready to train.
+
+    Weights that the folder lacks, such as the head, are drawn from ``seed`` with the backbone's
+    initializer range, alike on every rank and under every ZeRO stage; a head that it has is kept.
+    Under ZeRO-3 the weights go straight into their partitions.
+
+    Args:
+        model: what to load.
+        tokenizer: whose padding the model gets.
+        seed: of the weights that are drawn.
+        shared_prompt: ``train.shared_prompt``.
+        gather: makes partitioned parameters whole.
+
+    Raises:
+        ConfigError: no one-label classifier can be made of this model, or the prompt cannot be
+            shared although it has to be.
+    """
+    torch.manual_seed(seed)  # for what is drawn elsewhere: adapters, the embedding of a new token
+    config = load_config(model, tokenizer)
+    pad_token_id = config.pad_token_id
+    has_new_token = len(tokenizer) > config.get_text_config().vocab_size
+    if has_new_token:
+        config.pad_token_id = None  # the embeddings to be loaded have no place for it yet
+    classifier, new_weights = _load_classifier(model, config)
+    if has_new_token:
+        classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        classifier.config.pad_token_id = pad_token_id
+    if new_weights:
+        logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
+        _draw_weights(classifier, new_weights, seed, gather)
+    return _dressed(classifier, model, shared_prompt)
+
+
+def check_reward_model(
+    model: ModelSection, tokenizer: PreTrainedTokenizerBase, *, shared_prompt: SharedPrompt
+) -> None:
+    """Find what ``build_reward_model`` would find wrong, without loading weights.
+
+    Raises:
+        ConfigError: as there.
+    """
+    known = [*AttentionInterface().valid_keys(), "eager"]
+    given = model.attn_implementation
+    if given is not None and given not in known and "/" not in given:
+        raise ConfigError(f"model.attn_implementation: {given!r} is none of {', '.join(known)}")
+    config = load_config(model, tokenizer)
+    config.pad_token_id = None  # it may be that of a token which the embeddings get later
+    try:
+        with torch.device("meta"):
+            classifier = AutoModelForSequenceClassification.from_config(
+                config, trust_remote_code=model.trust_remote_code
+            )
+    except (ValueError, TypeError, ImportError) as error:
+        raise _not_loaded(model, error) from error
+    _dressed(classifier, model, shared_prompt)
+
+
+def _dressed(
+    classifier: PreTrainedModel, model: ModelSection, shared_prompt: SharedPrompt
+) -> RewardModel | EncoderRewardModel:
+    """Give a classifier its float32 head, its adapters and its layout."""
+    head_name = next(
+        (name for name, _ in classifier.named_children() if name in ("score", "classifier")), None
+    )
+    if head_name is None:
+        raise ConfigError(f"model.name_or_path: {type(classifier).__name__} has no scalar head")
+    is_decoder = head_name == "score" and isinstance(classifier.get_submodule("score"), nn.Linear)
+    if is_decoder:
+        _compute_head_in_float32(classifier)
+    padded_because = _why_padded(classifier, model, shared_prompt, is_decoder=is_decoder)
+    wrapped: nn.Module = classifier
+    if model.lora is not None:
+        wrapped = add_lora(classifier, model.lora, head=head_name)
+    if not is_decoder:
+        return EncoderRewardModel(wrapped, padded_because=padded_because)
+    return RewardModel(
+        wrapped,
+        backbone=cast("PreTrainedModel", classifier.base_model),
+        head=classifier.get_submodule("score"),
+        padded_because=padded_because,
+    )
+
+
+def _why_padded(
+    classifier: PreTrainedModel, model: ModelSection, setting: SharedPrompt, *, is_decoder: bool
+) -> str | None:
+    """Return why this model's prompts are not shared; null where they are."""
+    if setting == "off":
+        return "train.shared_prompt is off"
+    reason = reason_against(classifier)
+    if not is_decoder:
+        reason = f"{type(classifier).__name__} attends in both directions"
+    if model.attn_implementation is not None:
+        reason = f"model.attn_implementation is {model.attn_implementation}"
+    if reason is not None and setting == "on":
+        raise ConfigError(f"train.shared_prompt: on, but {reason}; set it to auto")
+    return reason
+
+
+def _load_classifier(
+    model: ModelSection, config: PretrainedConfig
+) -> tuple[PreTrainedModel, set[str]]:
+    init_kwargs: dict[str, Any] = dict(model.model_init_kwargs)
+    if model.attn_implementation is not None:
+        init_kwargs["attn_implementation"] = model.attn_implementation
+    try:
+        classifier, info = AutoModelForSequenceClassification.from_pretrained(
+            resolve_name_or_path(model),
+            config=config,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=getattr(torch, model.dtype),
+            output_loading_info=True,
+            **init_kwargs,
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise _not_loaded(model, error) from error
+    return classifier, set(info["missing_keys"])
+
+
+def _not_loaded(model: ModelSection, error: Exception) -> ConfigError:
+    first_line = str(error).strip().split("\n")[0]
+    return ConfigError(
+        f"model: cannot load {model.name_or_path!r} as a sequence classifier ({first_line})"
+    )
+
+
+def _draw_weights(classifier: PreTrainedModel, names: set[str], seed: int, gather: Gather) -> None:
+    """Draw matrices from ``seed``; a bias begins at zero, the scale of a norm at one."""
+    std = getattr(classifier.config.get_text_config(), "initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in classifier.named_parameters():
+        if name not in names:
+            continue
+        with gather([parameter]), torch.no_grad():
+            if parameter.ndim >= 2:
+                draw = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+                parameter.copy_(draw)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _compute_head_in_float32(classifier: PreTrainedModel) -> None:
+    head = classifier.get_submodule("score")
+    assert isinstance(head, nn.Linear)
+    with torch.device("meta"):
+        replacement = Float32Linear(head.in_features, head.out_features, head.bias is not None)
+    replacement.weight, replacement.bias = head.weight, head.bias  # the very same parameters
+    classifier.set_submodule("score", replacement)
