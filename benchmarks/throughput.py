@@ -131,6 +131,7 @@ def run_trl(spec: dict[str, Any]) -> dict[str, float]:
                 gradient_accumulation_steps=spec["batch_size"] // per_forward,
                 learning_rate=LEARNING_RATE,
                 max_length=None,
+                num_train_epochs=1,
                 logging_steps=1000,
                 report_to="none",
                 save_strategy="no",

@@ -6,6 +6,7 @@ the model hands down to each layer, through PEFT, ZeRO-3 and gradient checkpoint
 """
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ try:  # private in some releases of torch
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
+_HAS_VARLEN_ATTN = (
+    varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
+)  # its first releases lack what is needed here
 
 IMPLEMENTATION = "rayrm_shared_prompt"
 
@@ -104,12 +108,22 @@ def shared_prompt_attention(
         )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = _Options(scaling or query.shape[-1] ** -0.5, dropout, sliding_window, softcap)
-    takes_ragged = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    if takes_ragged and varlen_attn is not None and not dropout and softcap is None:
+    if _has_ragged_kernel(query) and not dropout and softcap is None:
         output = _attend_ragged(query, key, value, segments, options)
     else:
         output = _attend_in_groups(query, key, value, segments, options)
     return output[None], None
+
+
+def _has_ragged_kernel(query: Tensor) -> bool:
+    """Whether torch's flash attention for rows of any length takes these queries."""
+    return (
+        _HAS_VARLEN_ATTN
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def _attend_ragged(

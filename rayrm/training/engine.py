@@ -40,6 +40,8 @@ class Engine:
             ),
             zero3_init_flag=config.zero.stage == 3,
         )
+        if not torch.cuda.is_available():
+            _leave_out_shared_memory_reduction()
         AcceleratorState._reset_state(reset_partial_state=True)  # a worker process may be reused
         # without its backend's name Accelerate takes a world of CPU workers for a single process
         backend = InitProcessGroupKwargs(backend=dist.get_backend())
@@ -221,6 +223,14 @@ class Engine:
         return deepspeed.zero.GatheredParameters(
             parameters, modifier_rank=0, enabled=self._stage == 3
         )
+
+
+def _leave_out_shared_memory_reduction() -> None:
+    """Keep DeepSpeed from compiling its all-reduce for CPUs, a minute on every new machine.
+
+    ZeRO-3 scatters and gathers, and reduces no more than norms and metrics.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _build_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.Optimizer:

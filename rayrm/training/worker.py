@@ -28,7 +28,7 @@ from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
-from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
+from rayrm.training.preparation import keep_freed_memory, prove_layout, settle_memory, slow_dtype
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import Tracker
 
@@ -60,6 +60,8 @@ def _train(job: Job) -> dict[str, Any] | None:
     train = config.train
     workers_on_node = ray.train.get_context().get_local_world_size()
     _share_cores(workers_on_node)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=job.num_steps)
     progress = restore_checkpoint(engine)
