@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import word_tokenizer
+from tests.builders import pair_of, word_tokenizer
 from tests.model.test_shared_prompt import ARCHITECTURES, LENGTHS, classifier_of
 
 WITH_LORA = ["llama", "gemma2"]
@@ -49,7 +49,6 @@ def step_gradients(folder: str, lora: dict[str, int] | None, setting: str) -> di
 
     from rayrm.config.schema import RunConfig
     from rayrm.data.plan import Cutting, PairLengths, plan_step
-    from rayrm.data.tokenize import TokenizedPair
     from rayrm.model.tokenizer import load_tokenizer
     from rayrm.training.engine import Engine
     from rayrm.training.loop import pair_losses
@@ -66,10 +65,7 @@ def step_gradients(folder: str, lora: dict[str, int] | None, setting: str) -> di
         engine.enable_gradient_checkpointing()
     engine.cutting = Cutting(engine.cutting.layout, 100)
     rng = np.random.default_rng(0)
-    pairs = [
-        TokenizedPair(*(rng.integers(10, 300, n).astype(np.int32) for n in parts), 0.0)
-        for parts in LENGTHS
-    ]
+    pairs = [pair_of(*(rng.integers(10, 300, n).tolist() for n in parts)) for parts in LENGTHS]
     lengths = PairLengths(
         [len(pair.prompt_ids) for pair in pairs],
         [pair.chosen_length for pair in pairs],
