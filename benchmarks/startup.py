@@ -1,6 +1,6 @@
 """Seconds from the command line to the first optimizer step, and where they go.
 
-    python benchmarks/startup.py [--first-use] [--output FIGURES.json]
+    python benchmarks/startup.py [--output FIGURES.json]
 
 The quickstart is started as a user starts it, ``python -m rayrm.train``, in a process of its own,
 with an empty folder for runs and for its model; it is cut to one step, and it logs that step. The
@@ -13,8 +13,7 @@ parent watches from outside what appears, fifty times a second:
 The processor time of all processes up to the first step is told as well, by kind of process: on a
 busy machine it says more than the clock, and divided by the number of cores it is the least that
 the clock can show. ``imports`` is what ``import rayrm.launch`` takes in a process of its own; it is
-part of ``rows``. With ``--first-use`` DeepSpeed compiles its CPU communication op again, as it
-does once on a new machine.
+part of ``rows``.
 """
 
 import argparse
@@ -34,13 +33,11 @@ TARGET_SECONDS = 60.0
 PATIENCE_SECONDS = 600.0
 
 
-def measure(*, first_use: bool) -> dict[str, float]:
+def measure() -> dict[str, float]:
     """Return the seconds of each stage and of all of them together."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         environment = os.environ | {"RAYRM_CACHE": str(folder / "cache")}
-        if first_use:
-            environment["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
         run, errors = folder / "quickstart", folder / "stderr"
         command = [sys.executable, "-m", "rayrm.train", f"run.output_dir={folder}"]
         command += ["train.max_steps=1", "train.num_train_epochs=1", "train.eval_steps=null"]
@@ -133,10 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--first-use", action="store_true", help="compile DeepSpeed's op anew")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     given = parser.parse_args()
-    figures = measure(first_use=given.first_use)
+    figures = measure()
     for name, figure in figures.items():
         print(f"{name:48} {figure:10.3f}")
     if given.output is not None:

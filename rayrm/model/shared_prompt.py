@@ -44,11 +44,19 @@ _NO_EFFECT = {"position_ids", "output_attentions", "use_cache", "is_causal", "ca
 """Arguments of attention functions that change nothing here."""
 
 
+def carries_state(classifier: PreTrainedModel) -> bool:
+    """Whether tokens reach later ones through a state too (state-space and linear layers)."""
+    kinds: list[str] = getattr(classifier.config.get_text_config(), "layer_types", None) or []
+    return bool(getattr(classifier, "_is_stateful", False)) or any(
+        kind == "linear_attention" or "attention" not in kind for kind in kinds
+    )
+
+
 def reason_against(classifier: PreTrainedModel) -> str | None:
     """Return why this model cannot be computed on a flat row exactly; null if it can."""
     config = classifier.config.get_text_config()
     name = type(classifier).__name__
-    if getattr(type(classifier), "_is_stateful", False):
+    if carries_state(classifier):
         return f"{name} carries a state from token to token"
     if not getattr(type(classifier), "_supports_attention_backend", False):
         return f"{name} does not take its attention function from outside"

@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 from rayrm.config.schema import ModelSection
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
+from rayrm.model.shared_prompt import carries_state
 from rayrm.model.tokenizer import resolve_name_or_path
 from rayrm.training.engine import Engine
 
@@ -158,7 +159,8 @@ def _prove(folder: str, model: ModelSection, proof: Proof, *, pad_token_id: int)
     reloaded = _reload(folder, model)
     tolerance = _TOLERANCE[model.dtype]
     largest = 0.0
-    for side in ("right", "left"):
+    # padding on the left runs through a state before the text does, in transformers itself
+    for side in ("right",) if carries_state(reloaded) else ("right", "left"):
         for batch in (range(len(proof.texts)), *([i] for i in range(len(proof.texts)))):
             texts = [proof.texts[i] for i in batch]
             rewards = _score(reloaded, texts, pad_token_id=pad_token_id, padding_side=side)
@@ -173,7 +175,7 @@ def _prove(folder: str, model: ModelSection, proof: Proof, *, pad_token_id: int)
     return largest
 
 
-def _reload(folder: str, model: ModelSection) -> torch.nn.Module:
+def _reload(folder: str, model: ModelSection) -> Any:
     options: dict[str, Any] = {
         "dtype": getattr(torch, model.dtype),
         "trust_remote_code": model.trust_remote_code,
