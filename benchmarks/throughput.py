@@ -221,12 +221,8 @@ def run_bare(spec: dict[str, Any]) -> dict[str, float]:
     layout = "packed" if spec["side"] == PACKED else "shared_prompt"
     forwards: list[list[list[TokenizedPair]]] = []
     for step in read_steps(argparse.Namespace(**spec)):
-        lengths = PairLengths(
-            [len(pair.prompt_ids) for pair in step],
-            [pair.chosen_length for pair in step],
-            [pair.rejected_length for pair in step],
-        )
-        (plan,) = plan_step(lengths, Cutting(layout, spec["max_tokens"]), num_ranks=1)
+        cutting = Cutting(layout, spec["max_tokens"])
+        (plan,) = plan_step(PairLengths.of(step), cutting, num_ranks=1)
         forwards.append([[step[position] for position in part] for part in plan])
 
     def loss_of(pairs: list[TokenizedPair], num_pairs: int) -> torch.Tensor:

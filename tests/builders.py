@@ -1,5 +1,6 @@
 """Small things that tests build from nothing: no network, no files, milliseconds."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -106,11 +108,7 @@ def tiny_llama_folder(
         **options,
     )
     architecture = LlamaForCausalLM if num_labels is None else LlamaForSequenceClassification
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        architecture(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _saved(architecture, config, folder, tokenizer, seed=seed)
 
 
 def tiny_bert_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Path:
@@ -124,11 +122,7 @@ def tiny_bert_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: 
         max_position_embeddings=512,
         initializer_range=0.2,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _saved(BertForMaskedLM, config, folder, tokenizer, seed=seed)
 
 
 def tiny_jamba_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Path:
@@ -149,9 +143,21 @@ def tiny_jamba_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed:
         use_mamba_kernels=False,
         initializer_range=0.2,
     )
+    return _saved(JambaForCausalLM, config, folder, tokenizer, seed=seed)
+
+
+def _saved(
+    architecture: Callable[[Any], Any],
+    config: PretrainedConfig,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+) -> Path:
+    """Save a model of random weights with its tokenizer, and return the folder."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        JambaForCausalLM(config).save_pretrained(folder)
+        architecture(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

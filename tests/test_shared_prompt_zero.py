@@ -66,11 +66,7 @@ def step_gradients(folder: str, lora: dict[str, int] | None, setting: str) -> di
     engine.cutting = Cutting(engine.cutting.layout, 100)
     rng = np.random.default_rng(0)
     pairs = [pair_of(*(rng.integers(10, 300, n).tolist() for n in parts)) for parts in LENGTHS]
-    lengths = PairLengths(
-        [len(pair.prompt_ids) for pair in pairs],
-        [pair.chosen_length for pair in pairs],
-        [pair.rejected_length for pair in pairs],
-    )
+    lengths = PairLengths.of(pairs)
     plan = plan_step(lengths, engine.cutting, num_ranks=engine.world_size)[engine.rank]
     for positions in plan:
         batch = engine.pack([pairs[position] for position in positions])

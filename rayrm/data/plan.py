@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from rayrm.data.tokenize import TokenizedPair
+
 Layout = Literal["shared_prompt", "packed", "padded"]
 """One flat row with the prompt once; the same with a prompt for each reply; right-padded rows."""
 
@@ -36,6 +38,15 @@ class PairLengths:
     """The whole chosen side."""
     rejected: Sequence[int]
     """The whole rejected side."""
+
+    @classmethod
+    def of(cls, pairs: Sequence[TokenizedPair]) -> "PairLengths":
+        """Return the lengths of pairs that are at hand."""
+        return cls(
+            prompt=[len(pair.prompt_ids) for pair in pairs],
+            chosen=[pair.chosen_length for pair in pairs],
+            rejected=[pair.rejected_length for pair in pairs],
+        )
 
 
 def plan_step(lengths: PairLengths, cutting: Cutting, *, num_ranks: int) -> list[MicroBatches]:

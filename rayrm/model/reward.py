@@ -78,6 +78,11 @@ class RewardModel(nn.Module):
             backbone.set_attn_implementation(own)
 
 
+def checkpoint_activations(classifier: Any) -> None:
+    """Recompute activations in backward; not reentrant, so that adapters get their gradients."""
+    classifier.activation_checkpointing_enable({"use_reentrant": False})
+
+
 class EncoderRewardModel(nn.Module):
     """Scores padded texts with a bidirectional encoder, pooled as its own classifier pools."""
 

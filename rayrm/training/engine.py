@@ -22,7 +22,7 @@ from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.model.build import build_reward_model
-from rayrm.model.reward import EncoderRewardModel, RewardModel
+from rayrm.model.reward import EncoderRewardModel, RewardModel, checkpoint_activations
 from rayrm.training.zero import deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ class Engine:
         chosen, rejected = self._engine(**batch.inputs).view(-1, 2).unbind(1)
         return chosen, rejected
 
-    def measure_activations(self, pairs: Sequence[TokenizedPair]) -> int:
-        """Return the bytes that a forward over ``pairs`` keeps for backward; changes nothing."""
+    def measure_activations(self, batch: PackedBatch) -> int:
+        """Return the bytes that a forward keeps for backward; changes nothing."""
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -114,15 +114,14 @@ class Engine:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            chosen, rejected = self.score(self.pack(pairs))
+            chosen, rejected = self.score(batch)
         # ZeRO-3 counts on a backward after each forward; this one adds nothing to the gradient
         self.backward((chosen.sum() + rejected.sum()) * 0, ends_step=False)
         return sum(kept.values())
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in backward from here on."""
-        classifier: Any = self.model.classifier
-        classifier.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(self.model.classifier)
 
     @property
     def bytes_to_come(self) -> int:

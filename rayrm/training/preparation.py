@@ -96,10 +96,9 @@ def _bytes_a_token(engine: Engine) -> float:
     """Return what a token more makes a forward keep for backward, without checkpointing."""
     ids = np.arange(96, dtype=np.int32)
     pair = TokenizedPair(ids[:64], ids[64:], ids[::-1][:32], 0.0)
-    small, large = ([pair] * count for count in (1, 4))
-    slots = [engine.pack(pairs).num_slots for pairs in (small, large)]
-    kept = [engine.measure_activations(pairs) for pairs in (small, large)]
-    return (kept[1] - kept[0]) / (slots[1] - slots[0])
+    small, large = (engine.pack([pair] * count) for count in (1, 4))
+    kept = engine.measure_activations(large) - engine.measure_activations(small)
+    return kept / (large.num_slots - small.num_slots)
 
 
 def _agreed_free_bytes(engine: Engine, workers_on_node: int) -> float:
@@ -133,9 +132,8 @@ def prove_layout(engine: Engine, pairs: list[TokenizedPair], *, dtype: str) -> N
         flat = torch.stack(engine.score(engine.pack(pairs)), dim=1)
         with model.padded():
             padded = torch.stack(engine.score(pack_pairs(pairs, "padded").to(engine.device)), dim=1)
-    allowed = _TOLERANCE[dtype] * (1 + padded.abs())
-    is_wrong = ((flat - padded).abs() > allowed).any().double()[None]
-    if engine.reduce_max(is_wrong).item():
+    is_close = torch.isclose(flat, padded, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+    if engine.reduce_max((~is_close).any().double()[None]).item():
         raise RayrmError(
             f"train.shared_prompt: {type(model.classifier).__name__} gives rewards {flat.tolist()} "
             f"with the prompt computed once, and {padded.tolist()} in padded batches; set "

@@ -68,6 +68,7 @@ def test_training_data_may_be_an_empty_list():
         (ZeroSection, {"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage"),
         (DataSection, {"shuffle": False, "shuffle_buffer_size": 9}, "shuffle_buffer_size has no"),
         (ScalingSection, {"use_gpu": False, "resources_per_worker": {"GPU": 1}}, "asks for a GPU"),
+        (ScalingSection, {"resources_per_worker": {"cpu": 1}}, "cpu: did you mean CPU?"),
         (Source, {"path": "a.jsonl", "split": "test"}, "split applies to 'hub:NAME'"),
     ],
 )

@@ -3,6 +3,7 @@ import logging
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from rayrm.data.packing import pack_pairs
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import ConfigError
 from rayrm.model.build import build_reward_model, load_config
-from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
+from rayrm.model.reward import (
+    EncoderRewardModel,
+    Float32Linear,
+    RewardModel,
+    checkpoint_activations,
+)
 from rayrm.model.tokenizer import load_tokenizer
 from tests.builders import pair_of, tiny_bert_folder, tiny_llama_folder, word_tokenizer
 
@@ -296,8 +302,14 @@ def test_gradient_checkpointing_changes_no_gradient(llama: Path):
     gradients: list[list[Tensor]] = []
     for checkpointing in (False, True):
         for lora in (None, LoraSection()):
-            model = build(llama, gradient_checkpointing=checkpointing, lora=lora).train()
+            model = build(llama, lora=lora).train()
+            if checkpointing:
+                checkpoint_activations(model.classifier)
+            forwards = Mock(return_value=None)
+            (norm,) = [m for name, m in model.named_modules() if name.endswith("0.input_layernorm")]
+            norm.register_forward_hook(forwards)
             model(**pack_pairs(PAIRS, model.layout).inputs).sum().backward()
+            assert forwards.call_count == (2 if checkpointing else 1)
             gradients.append([x.grad for x in weights(model) if x.grad is not None])
     assert (len(gradients[0]), len(gradients[1])) == (21, 29)
     torch.testing.assert_close(gradients[2:], gradients[:2], rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
 from rayrm.model.adapters import add_lora
 from rayrm.model.loss import bradley_terry_loss
-from rayrm.model.reward import RewardModel
+from rayrm.model.reward import RewardModel, checkpoint_activations
 from rayrm.model.shared_prompt import reason_against, shared_prompt_attention
 from tests.builders import pair_of
 
@@ -117,7 +117,7 @@ def test_rewards_and_gradients_are_those_of_padded_rows(kind: str, lora: bool, c
     classifier = classifier_of(kind)
     assert reason_against(classifier) is None
     if checkpointing:
-        classifier.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(classifier)
     model = model_of(classifier, lora=lora)
     pairs = pairs_of(LENGTHS)
     padded = pack_pairs(pairs, "padded")

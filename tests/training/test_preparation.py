@@ -15,7 +15,7 @@ from rayrm.errors import RayrmError
 from rayrm.model.build import build_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.loop import Progress
-from rayrm.training.preparation import prove_layout, settle_memory
+from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
 from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
 
 PAIRS = [pair_of([5, 6, 7, 8], [9, 10, 11], [12]), pair_of([20, 21], [22], [23, 24])]
@@ -49,9 +49,9 @@ class LocalEngine:
     def reduce_max(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def measure_activations(self, pairs: Sequence[TokenizedPair]) -> int:
+    def measure_activations(self, batch: PackedBatch) -> int:
         self.num_measured += 1
-        return 1_000 + self.bytes_a_token * self.pack(pairs).num_slots
+        return 1_000 + self.bytes_a_token * batch.num_slots
 
     def enable_gradient_checkpointing(self) -> None:
         self.is_checkpointing = True
@@ -137,3 +137,25 @@ def test_a_flat_row_that_is_not_exact_stops_the_run_with_both_numbers(llama: Pat
 def numbers_in(text: str) -> list[str]:
     words = text.replace("[", " ").replace("]", " ").replace(",", " ").split()
     return [word for word in words if word.lstrip("-")[:1].isdigit()]
+
+
+def test_a_reward_that_is_no_number_is_a_difference(llama: Path):
+    engine: Any = LocalEngine(llama)
+    exact = engine.score
+
+    def score_wrongly(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        chosen, rejected = exact(batch)
+        return (chosen * torch.nan if "segments" in batch.inputs else chosen), rejected
+
+    engine.score = score_wrongly
+    with pytest.raises(RayrmError, match="gives rewards"):
+        prove_layout(engine, PAIRS, dtype="float32")
+
+
+def test_a_type_that_the_machine_imitates_is_told():
+    cpu = torch.device("cpu")
+    assert slow_dtype("float32", cpu) is None
+    assert slow_dtype("bfloat16", torch.device("cuda")) is None
+    says = slow_dtype("bfloat16", cpu)
+    assert (says is None) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert says is None or "model.dtype=float32" in says
