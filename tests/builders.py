@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     JambaConfig,
     JambaForCausalLM,
     LlamaConfig,
@@ -123,6 +125,21 @@ def tiny_bert_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: 
         initializer_range=0.2,
     )
     return _saved(BertForMaskedLM, config, folder, tokenizer, seed=seed)
+
+
+def tiny_gpt2_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Path:
+    """Save a two-layer GPT-2, whose positions are learned, with its tokenizer."""
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        bos_token_id=None,  # its own lie beyond this vocabulary
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    return _saved(GPT2LMHeadModel, config, folder, tokenizer, seed=seed)
 
 
 def tiny_jamba_folder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Path:

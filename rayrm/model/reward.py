@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rayrm.data.plan import Layout
-from rayrm.model.shared_prompt import IMPLEMENTATION
+from rayrm.model.shared_prompt import IMPLEMENTATION, carries_state
+
+PaddingSide = Literal["left", "right"]
 
 
 class Float32Linear(nn.Linear):
@@ -31,6 +33,8 @@ class RewardModel(nn.Module):
     """How batches for this model are packed."""
     padded_because: str | None
     """Why its prompts are not shared, if they are not."""
+    padding_sides: tuple[PaddingSide, ...]
+    """Where plain transformers may pad a text without moving its reward."""
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class RewardModel(nn.Module):
         self._views = (backbone, head)
         self.layout = "shared_prompt" if padded_because is None else "padded"
         self.padded_because = padded_because
+        # padding on the left runs through a state before the text does
+        self.padding_sides = ("right",) if carries_state(backbone) else ("right", "left")
         self._padded_attention = str(backbone.config._attn_implementation)
         if padded_because is None:
             backbone.set_attn_implementation(IMPLEMENTATION)
@@ -87,6 +93,8 @@ class EncoderRewardModel(nn.Module):
     """Scores padded texts with a bidirectional encoder, pooled as its own classifier pools."""
 
     layout: Layout = "padded"
+    padding_sides: tuple[PaddingSide, ...] = ("right",)
+    """It pools at the first token, which has to be the text's."""
 
     def __init__(self, classifier: nn.Module, *, padded_because: str | None) -> None:
         super().__init__()

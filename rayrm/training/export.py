@@ -1,5 +1,6 @@
 """The final model: gathered, checked against the model's shapes, reloaded and compared."""
 
+import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from transformers.utils.hub import cached_file
 from rayrm.config.schema import ModelSection
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
-from rayrm.model.shared_prompt import carries_state
+from rayrm.model.reward import PaddingSide
 from rayrm.model.tokenizer import resolve_name_or_path
 from rayrm.training.engine import Engine
 
@@ -88,7 +89,13 @@ def export_model(
     tokenizer.save_pretrained(folder)
     if model.lora is not None:
         _write_adapter_base(folder, final_path, classifier, model)
-    return _prove(folder, model, proof, pad_token_id=_pad_token_id(tokenizer))
+    return prove_export(
+        folder,
+        model,
+        proof,
+        pad_token_id=_pad_token_id(tokenizer),
+        padding_sides=engine.model.padding_sides,
+    )
 
 
 def _check_shapes(classifier: torch.nn.Module, state: dict[str, Tensor]) -> None:
@@ -154,13 +161,33 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return pad_token_id
 
 
-def _prove(folder: str, model: ModelSection, proof: Proof, *, pad_token_id: int) -> float:
-    """Compare rewards of the folder, loaded by plain libraries, with those of training."""
+def prove_export(
+    folder: str,
+    model: ModelSection,
+    proof: Proof,
+    *,
+    pad_token_id: int,
+    padding_sides: Sequence[PaddingSide],
+) -> float:
+    """Load the folder with plain libraries and compare its rewards with those of training.
+
+    Args:
+        folder: a full model, or an adapter.
+        model: says how it was trained.
+        proof: texts and the rewards that they have to get, singly and in one padded batch.
+        pad_token_id: what the batch is padded with.
+        padding_sides: where; ``RewardModel.padding_sides``.
+
+    Returns:
+        The largest difference of a reward.
+
+    Raises:
+        CheckpointError: a reward differs by more than the dtype explains.
+    """
     reloaded = _reload(folder, model)
     tolerance = _TOLERANCE[model.dtype]
     largest = 0.0
-    # padding on the left runs through a state before the text does, in transformers itself
-    for side in ("right",) if carries_state(reloaded) else ("right", "left"):
+    for side in padding_sides:
         for batch in (range(len(proof.texts)), *([i] for i in range(len(proof.texts)))):
             texts = [proof.texts[i] for i in batch]
             rewards = _score(reloaded, texts, pad_token_id=pad_token_id, padding_side=side)
@@ -192,7 +219,11 @@ def _reload(folder: str, model: ModelSection) -> Any:
 
 
 def _score(
-    classifier: torch.nn.Module, texts: list[np.ndarray], *, pad_token_id: int, padding_side: str
+    classifier: Any,
+    texts: list[np.ndarray],
+    *,
+    pad_token_id: int,
+    padding_side: PaddingSide,
 ) -> Tensor:
     width = max(len(text) for text in texts)
     input_ids = torch.full((len(texts), width), pad_token_id)
@@ -201,6 +232,11 @@ def _score(
         place = slice(0, len(text)) if padding_side == "right" else slice(width - len(text), width)
         input_ids[row, place] = torch.from_numpy(text.astype(np.int64))
         attention_mask[row, place] = 1
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    own = classifier.get_base_model() if isinstance(classifier, PeftModel) else classifier
+    if padding_side == "left" and "position_ids" in inspect.signature(own.forward).parameters:
+        # as in generation: learned positions (GPT-2) would otherwise count the padding
+        inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        logits = classifier(input_ids=input_ids, attention_mask=attention_mask).logits
+        logits = classifier(**inputs).logits
     return logits[:, 0].float()
