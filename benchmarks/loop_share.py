@@ -96,7 +96,7 @@ def _time_bare(config: Any, folder: str) -> float:
     from ray.train.torch import TorchTrainer
 
     from rayrm.cluster import choose_resources
-    from rayrm.data.feed import FeedConfig, FeedPlan
+    from rayrm.data.feed import FeedPlan, start_feeder
     from rayrm.data.intake import open_streams
 
     resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
@@ -108,12 +108,13 @@ def _time_bare(config: Any, folder: str) -> float:
     )
     trainer = TorchTrainer(
         bare_loop,
-        train_loop_config={"config": config.model_dump(mode="json")},
+        train_loop_config={
+            "config": config.model_dump(mode="json"),
+            "feeder": start_feeder(streams["train"].dataset, plan),
+        },
         scaling_config=ScalingConfig(
             num_workers=1, use_gpu=resources.use_gpu, resources_per_worker=resources.per_worker
         ),
-        datasets={"train": streams["train"].dataset},
-        dataset_config=FeedConfig({"train": plan}),
         run_config=RunConfig(name=f"bare-{time.time_ns()}", storage_path=folder),
     )
     seconds = trainer.fit().return_value
@@ -125,10 +126,10 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     """Train on held batches and return the seconds of all steps but the first."""
     import os
 
-    import ray.train
     import torch
 
     from rayrm.config.schema import RunConfig
+    from rayrm.data.feed import FeedShard
     from rayrm.model.tokenizer import load_tokenizer
     from rayrm.training.engine import Engine
     from rayrm.training.loop import Progress, pair_losses
@@ -140,7 +141,7 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     engine = Engine(config, load_tokenizer(config.model), num_steps=num_steps)
     longest_pair = 2 * config.data.max_length
     settle_memory(engine, config, Progress(), longest_pair=longest_pair, workers_on_node=1)
-    shard: Any = ray.train.get_dataset_shard("train")
+    shard = FeedShard(loop_config["feeder"], engine.rank, engine.world_size)
     steps = [
         [
             engine.pack([share.pairs[position] for position in positions])

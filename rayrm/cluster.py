@@ -17,6 +17,8 @@ _SETTINGS = {
     # every report waits for the controller's next poll: 2 s by Ray's default
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # an actor a run that tells workers of a node to be lost; they save when they are told to stop
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 
 

@@ -21,7 +21,7 @@ from rayrm.board import Board, StopAsked, showing, stopping_on_signals
 from rayrm.cluster import Resources, choose_resources, ray_running
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig
-from rayrm.data.feed import FeedConfig, FeedPlan
+from rayrm.data.feed import FeedPlan, start_feeder
 from rayrm.data.intake import TRAIN, check_reports, hold_eval_sets, open_streams
 from rayrm.data.pipeline import PairStream
 from rayrm.data.report import DataReport
@@ -99,6 +99,8 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     num_steps = config.train.max_steps
     if num_steps < 0:
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
+    board: Any = ray.remote(num_cpus=0)(Board).remote()
+    feeders = _start_feeders(config, streams, board)
     job = Job(
         config=dump_config(config),
         run_dir=folder.url,
@@ -110,10 +112,11 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
             "packed": 2 * reports[TRAIN].longest_side,
             "padded": 2 * reports[TRAIN].longest_side,
         },
-        eval_sets=tuple(name for name in streams if name != TRAIN),
-        board=ray.remote(num_cpus=0)(Board).remote(),
+        train_feeder=feeders.pop(TRAIN),
+        eval_feeders=feeders,
+        board=board,
     )
-    value = _train(config, job, streams, resources, folder)
+    value = _train(config, job, resources, folder)
     dropped = dict(reports[TRAIN].dropped)
     result = {**value, "model_dir": folder.path(MODEL), "dropped": dropped}
     folder.write_json("result.json", result)
@@ -173,21 +176,27 @@ def _run_id(folder: RunFolder) -> str:
     return known["wandb_run_id"]
 
 
-def _train(
-    config: RunConfig,
-    job: Job,
-    streams: Mapping[str, PairStream],
-    resources: Resources,
-    folder: RunFolder,
+def _start_feeders(
+    config: RunConfig, streams: Mapping[str, PairStream], board: Any
 ) -> dict[str, Any]:
-    """Run the workers and return what the first one returns."""
-    train = config.train
-    plans = dict.fromkeys(job.eval_sets, FeedPlan(_EVAL_PAIRS_A_STEP))
+    """Start an actor a data set; the training rows are read ahead while the workers load."""
+    plans = dict.fromkeys(streams, FeedPlan(_EVAL_PAIRS_A_STEP))
     plans[TRAIN] = FeedPlan(
-        batch_size=train.batch_size,
+        batch_size=config.train.batch_size,
         seed=config.run.seed if config.data.shuffle else None,
         buffer_size=config.data.shuffle_buffer_size,
     )
+    feeders = {
+        name: start_feeder(stream.dataset, plans[name], stop_asked=StopAsked(board))
+        for name, stream in streams.items()
+    }
+    feeders[TRAIN].read_ahead.remote()
+    return feeders
+
+
+def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder) -> dict[str, Any]:
+    """Run the workers and return what the first one returns."""
+    train = config.train
     best = train.metric_for_best_model is not None
     trainer = TorchTrainer(
         run_worker,
@@ -197,8 +206,6 @@ def _train(
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,
         ),
-        datasets={name: stream.dataset for name, stream in streams.items()},
-        dataset_config=FeedConfig(plans, stop_asked=StopAsked(job.board)),
         run_config=ray.train.RunConfig(
             name=_CHECKPOINTS,
             storage_path=folder.url,

@@ -12,6 +12,7 @@ from rayrm.data.sources import list_files
 from rayrm.errors import ConfigError
 from rayrm.model.build import check_reward_model
 from rayrm.model.tokenizer import load_tokenizer
+from rayrm.training.schedule import check_schedule
 from rayrm.training.tracking import choose_mode, has_key
 
 
@@ -26,6 +27,7 @@ def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
         *_faults_of_evaluation(config, datasets),
         *_faults_of_tracking(config),
         *_faults_of_model(config),
+        *_fault_of(partial(check_schedule, config.train)),
     ]
     if faults:
         raise ConfigError("\n".join(faults))

@@ -246,16 +246,6 @@ def test_a_broken_file_ends_in_one_error_that_names_it(
     assert "Traceback" not in str(error.value)
 
 
-def test_a_schedule_that_lacks_its_arguments_is_a_fault_of_the_configuration(
-    ray_session: None, base_model: Path, tmp_path: Path
-) -> None:
-    import rayrm
-
-    config = config_for(base_model, tmp_path, "schedule", lr_scheduler_type="cosine_with_min_lr")
-    with pytest.raises(rayrm.ConfigError, match=r"train\.lr_scheduler_kwargs: .*min_lr"):
-        rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
-
-
 def test_a_run_folder_that_cannot_be_made_is_a_fault_of_the_configuration(
     base_model: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ FLOORS = {
     "training.judge": 3,
     "training.evaluate": 3,
     "training.checkpoint": 3,
+    "training.schedule": 1,
     "training.export": 3,
     "training.card": 3,
     "training.tracking": 3,

@@ -53,6 +53,13 @@ def check(model: Path, *overrides: str, **datasets: Any) -> None:
         ),
         pytest.param(["tracking.wandb.mode=auto"], id="W&B without a key is offline"),
         pytest.param(["model.lora.r=4"], id="LoRA"),
+        pytest.param(
+            [
+                "train.lr_scheduler_type=cosine_with_min_lr",
+                "train.lr_scheduler_kwargs={min_lr_rate: 0.1}",
+            ],
+            id="a schedule with its arguments",
+        ),
     ],
 )
 def test_what_can_run_is_let_through(model: Path, overrides: list[str]):
@@ -70,6 +77,14 @@ def test_what_can_run_is_let_through(model: Path, overrides: list[str]):
         (
             ["train.metric_for_best_model=eval_loss"],
             r"^train\.metric_for_best_model: has no effect without data\.eval; set it to null$",
+        ),
+        (
+            ["train.lr_scheduler_type=cosine_with_min_lr"],
+            r"^train\.lr_scheduler_kwargs: .*min_lr",
+        ),
+        (
+            ["train.lr_scheduler_kwargs={num_cycle: 2}"],
+            r"^train\.lr_scheduler_kwargs: .*num_cycle",
         ),
         (
             ["data.eval=x.jsonl", "train.metric_for_best_model=eval_acc"],

@@ -1,19 +1,18 @@
 """Under ZeRO-3, on one worker and on two, flat rows give the gradients of padded rows."""
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.builders import pair_of, word_tokenizer
 from tests.model.test_shared_prompt import ARCHITECTURES, LENGTHS, classifier_of
+from tests.worlds import in_world
 
 WITH_LORA = ["llama", "gemma2"]
 """Architectures that are tried with adapters too, and on one worker; test_shared_prompt has all."""
 
-pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
+pytestmark = pytest.mark.deepspeed
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +27,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: str(folder / kind) for kind in ARCHITECTURES}
 
 
-def compare(loop_config: dict[str, Any]) -> dict[str, float]:
+def compare(folders: dict[str, str]) -> dict[str, float]:
     """Return each architecture's largest difference of a gradient, as a share of the largest."""
     differences: dict[str, float] = {}
-    for kind, folder in loop_config["folders"].items():
+    for kind, folder in folders.items():
         for lora in (None, {"r": 4}) if kind in WITH_LORA else (None,):
             flat, padded = (step_gradients(folder, lora, setting) for setting in ("on", "off"))
             assert flat.keys() == padded.keys()
@@ -87,27 +86,10 @@ def step_gradients(folder: str, lora: dict[str, int] | None, setting: str) -> di
 def test_gradients_under_zero_3_are_those_of_padded_rows(
     num_workers: int,
     kinds: list[str],
-    ray_session: None,
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    import ray.cloudpickle
-    import ray.train
-    from ray.train.torch import TorchTrainer
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    try:
-        trainer = TorchTrainer(
-            compare,
-            train_loop_config={"folders": {kind: folders[kind] for kind in kinds}},
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=num_workers, resources_per_worker={"CPU": 0.5}
-            ),
-            run_config=ray.train.RunConfig(name="compare", storage_path=str(tmp_path)),
-        )
-        differences = trainer.fit().return_value
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    assert isinstance(differences, dict)
+    chosen = {kind: folders[kind] for kind in kinds}
+    differences = in_world(compare, chosen, num_ranks=num_workers, folder=tmp_path)
     assert len(differences) == len(kinds) + len(WITH_LORA)
     assert max(differences.values()) < 1e-5, differences

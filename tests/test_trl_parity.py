@@ -130,14 +130,9 @@ def test_plain_pairs(ray_session: Any, folder: Path, trl_logs: dict[str, Log]):
     assert_same_steps(train_with_rayrm(folder, pairs="plain"), trl_logs["plain"])
 
 
-def test_margins_and_centering_under_clipping_decay_and_a_warm_cosine(
+def test_margins_and_centering_under_clipping_decay_and_a_warm_cosine_in_several_forwards(
     ray_session: Any, folder: Path, trl_logs: dict[str, Log]
 ):
-    ours = train_with_rayrm(folder, pairs="margins", overrides=HARDER)
-    assert_same_steps(ours, trl_logs["margins"])
-
-
-def test_a_step_cut_into_several_forwards(ray_session: Any, folder: Path, trl_logs: dict[str, Log]):
     ours = train_with_rayrm(folder, pairs="margins", max_tokens=400, overrides=HARDER)
     assert ours[0]["num_tokens"] > 400  # too many for one forward
     assert_same_steps(ours, trl_logs["margins"])

@@ -7,13 +7,13 @@ make shards equal, and every rank knows how many forwards the others run.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import ray
 import ray.data
-import ray.train
 
 from rayrm.data.pipeline import pairs_of
 from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
@@ -115,38 +115,49 @@ Share = tuple[pa.Table, MicroBatches, int, int, bool]
 class Feeder:
     """The actor: cuts steps ahead of the ranks and hands each its share.
 
-    Ranks ask for (epoch, step), so that a restarted worker group simply asks for the step it needs.
+    Ranks ask for (epoch, step), so that a restarted worker group simply asks for the step it needs,
+    whether this actor is the same, or as many ranks ask as before.
     """
 
     def __init__(
         self,
         dataset: ray.data.Dataset,
         plan: FeedPlan,
-        num_ranks: int,
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """``stop_asked`` is called once a step: all ranks then learn it with the same step."""
         self._dataset = dataset
         self._stop_asked = stop_asked
         self._plan = plan
-        self._num_ranks = num_ranks
+        self._num_ranks = 0
         self._epoch = -1
         self._steps: Iterator[pa.Table] = iter(())
         self._next_step = 0
         self._num_steps: dict[int, int] = {}
         self._shares: dict[tuple[int, int], Share] = {}
 
-    def share(self, rank: int, epoch: int, step: int, cutting: Cutting) -> Share | None:
+    def read_ahead(self) -> None:
+        """Have the first rows of the first epoch tokenized while the workers load."""
+        self._start(0)
+        first = self._draw()
+        self._steps = self._steps if first is None else chain([first], self._steps)
+
+    def share(
+        self, rank: int, num_ranks: int, epoch: int, step: int, cutting: Cutting
+    ) -> Share | None:
         """Return a rank's rows and micro-batches, the step's pairs and tokens; None at the end.
 
         The first rank that asks for a step has it cut; all give the same ``cutting``.
         """
         if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
             return None
-        if epoch != self._epoch or (step < self._next_step and (rank, step) not in self._shares):
+        is_dealt = step < self._next_step
+        is_there = (rank, step) in self._shares and num_ranks == self._num_ranks
+        if epoch != self._epoch or (is_dealt and not is_there):
             self._start(epoch)
+        self._num_ranks = num_ranks
         while self._next_step <= step:
-            table = next(self._steps, None)
+            table = self._draw()
             if table is None:
                 self._num_steps[epoch] = self._next_step
                 return None
@@ -161,6 +172,13 @@ class Feeder:
         )
         self._steps = steps_of(tables, self._plan, epoch=epoch)
         self._epoch, self._next_step, self._shares = epoch, 0, {}
+
+    def _draw(self) -> pa.Table | None:
+        try:
+            return next(self._steps, None)
+        except BaseException:
+            self._epoch = -1  # a stream that broke looks like one that ended; begin it again
+            raise
 
     def _deal(self, table: pa.Table, step: int, cutting: Cutting) -> None:
         lengths = PairLengths(
@@ -181,55 +199,36 @@ class Feeder:
 
 @dataclass(frozen=True, slots=True)
 class FeedShard:
-    """One rank's end of a feeder: what ``ray.train.get_dataset_shard`` returns in a worker."""
+    """One rank's end of a feeder."""
 
     feeder: Any
     rank: int
+    num_ranks: int
 
     def steps(self, cutting: Cutting, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
         """Yield this rank's shares of an epoch's steps, the next one fetched ahead."""
+        ask = self.feeder.share.remote
         step = start
-        coming = self.feeder.share.remote(self.rank, epoch, step, cutting)
+        coming = ask(self.rank, self.num_ranks, epoch, step, cutting)
         while (share := ray.get(coming)) is not None:
             step += 1
-            coming = self.feeder.share.remote(self.rank, epoch, step, cutting)
+            coming = ask(self.rank, self.num_ranks, epoch, step, cutting)
             table, micro_batches, num_pairs, num_tokens, is_stop = share
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
             pairs = pairs_of(table)
             yield StepShare(pairs, micro_batches, num_pairs, row_ids, num_tokens, is_stop)
 
 
-class FeedConfig(ray.train.DataConfig):
-    """Gives every worker a ``FeedShard`` of each data set.
+def start_feeder(
+    dataset: ray.data.Dataset,
+    plan: FeedPlan,
+    *,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Start the actor that cuts ``dataset`` into steps; one that is lost is made anew.
 
-    Ray's own split makes shards of equal size by dropping rows, and which rows a rank gets depends
-    on block boundaries.
+    Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank gets
+    depends on block boundaries.
     """
-
-    def __init__(
-        self, plans: dict[str, FeedPlan], *, stop_asked: Callable[[], bool] = lambda: False
-    ) -> None:
-        """``stop_asked`` says in the feeders whether training is to stop."""
-        super().__init__()
-        self._plans = plans
-        self._stop_asked = stop_asked
-
-    def configure(
-        self,
-        datasets: dict[str, ray.data.Dataset],
-        world_size: int,
-        worker_handles: list[Any] | None,
-        worker_node_ids: list[str] | None,
-        **kwargs: Any,
-    ) -> list[dict[str, Any]]:
-        """Start a feeder for each data set and return its ends, a dict a rank."""
-        del worker_handles, worker_node_ids, kwargs
-        actor = ray.remote(num_cpus=0)(Feeder)
-        feeders = {
-            name: actor.remote(dataset, self._plans[name], world_size, self._stop_asked)
-            for name, dataset in datasets.items()
-        }
-        return [
-            {name: FeedShard(feeder, rank) for name, feeder in feeders.items()}
-            for rank in range(world_size)
-        ]
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Feeder)
+    return actor.remote(dataset, plan, stop_asked)

@@ -13,16 +13,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rayrm.config.schema import RunConfig, TrainSection
 from rayrm.data.packing import PackedBatch, pack_pairs
 from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
-from rayrm.errors import ConfigError, RayrmError
+from rayrm.errors import RayrmError
 from rayrm.model.build import build_reward_model
 from rayrm.model.reward import EncoderRewardModel, RewardModel, checkpoint_activations
+from rayrm.training.schedule import build_schedule
 from rayrm.training.zero import deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Engine:
         optimizer = _build_optimizer(model, config.train)
         self._engine: Any
         self._engine, _ = self._accelerator.prepare(model, optimizer)
-        self._scheduler = _build_schedule(
+        self._scheduler = build_schedule(
             self._engine.basic_optimizer, config.train, num_steps=num_steps
         )
         self._accelerator.register_for_checkpointing(self._scheduler)
@@ -246,21 +247,6 @@ def _build_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.Optim
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=train.learning_rate, fused=True
     )
-
-
-def _build_schedule(
-    optimizer: torch.optim.Optimizer, train: TrainSection, *, num_steps: int
-) -> Any:
-    try:
-        return get_scheduler(
-            train.lr_scheduler_type,
-            optimizer=optimizer,
-            num_warmup_steps=int(train.warmup_ratio * num_steps),
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs=dict(train.lr_scheduler_kwargs) or None,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"train.lr_scheduler_kwargs: {error}") from error
 
 
 def _num_dimensions(parameter: nn.Parameter) -> int:

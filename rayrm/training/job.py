@@ -24,7 +24,9 @@ class Job:
     steps_per_epoch: int
     longest_pair: dict[str, int]
     """Most tokens that a single training pair takes, by layout."""
-    eval_sets: tuple[str, ...]
-    """Names of the evaluation sets."""
+    train_feeder: Any
+    """Actor that deals out the training pairs."""
+    eval_feeders: dict[str, Any]
+    """Actors of the evaluation sets, by name."""
     board: Any
     """Actor that shows progress and failures to the driver."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray.train
 import torch
 
 from rayrm.config.schema import RunConfig
+from rayrm.data.feed import FeedShard
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
 from rayrm.model.tokenizer import load_tokenizer
@@ -69,9 +71,10 @@ def _train(job: Job) -> dict[str, Any] | None:
     settle_memory(
         engine, config, progress, longest_pair=longest_pair, workers_on_node=workers_on_node
     )
-    train_shard: Any = ray.train.get_dataset_shard("train")
-    eval_shards: dict[str, Any] = {
-        name: ray.train.get_dataset_shard(name) for name in job.eval_sets
+    train_shard = FeedShard(job.train_feeder, engine.rank, engine.world_size)
+    eval_shards = {
+        name: FeedShard(feeder, engine.rank, engine.world_size)
+        for name, feeder in job.eval_feeders.items()
     }
     folder = RunFolder(job.run_dir)
     tracker = None if engine.rank else _start_tracker(engine, folder, job, config, progress)
@@ -162,7 +165,7 @@ def _share_cores(workers_on_node: int) -> None:
 
 def _evaluate(
     engine: Engine,
-    shards: dict[str, Shard],
+    shards: Mapping[str, Shard],
     config: RunConfig,
     progress: Progress,
     journal: Journal,

@@ -143,22 +143,26 @@ class FakeDataset:
         return iter(self.tables)
 
 
-def feeder_of(num_rows: int, *, num_ranks: int) -> tuple[Feeder, FakeDataset]:
+def feeder_of(num_rows: int) -> tuple[Feeder, FakeDataset]:
     dataset: Any = FakeDataset(rows_of(range(num_rows)))
-    return Feeder(dataset, SHUFFLED, num_ranks), dataset
+    return Feeder(dataset, SHUFFLED), dataset
 
 
-def share(feeder: Feeder, rank: int, epoch: int, step: int) -> list[int] | None:
+def share(
+    feeder: Feeder, rank: int, epoch: int, step: int, *, num_ranks: int = 2
+) -> list[int] | None:
     """The row numbers that a rank gets; None after the last step."""
-    found = feeder.share(rank, epoch, step, CUTTING)
+    found = feeder.share(rank, num_ranks, epoch, step, CUTTING)
     return None if found is None else found[0]["row"].to_pylist()
 
 
-def epoch_of(feeder: Feeder, *, epoch: int, num_ranks: int, start: int = 0) -> list[list[int]]:
+def epoch_of(feeder: Feeder, *, epoch: int, num_ranks: int = 2, start: int = 0) -> list[list[int]]:
     """Drive an epoch as ranks in lockstep do; each step's rows over all ranks."""
     found: list[list[int]] = []
     while True:
-        shares = [share(feeder, rank, epoch, start) for rank in range(num_ranks)]
+        shares = [
+            share(feeder, rank, epoch, start, num_ranks=num_ranks) for rank in range(num_ranks)
+        ]
         rows = [numbers for numbers in shares if numbers is not None]
         if not rows:
             return found
@@ -169,7 +173,7 @@ def epoch_of(feeder: Feeder, *, epoch: int, num_ranks: int, start: int = 0) -> l
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_step_holds_the_same_rows_for_any_number_of_ranks(num_ranks: int):
-    feeder, _ = feeder_of(10, num_ranks=num_ranks)
+    feeder, _ = feeder_of(10)
     expected = [sorted(rows) for rows in steps([rows_of(range(10))], SHUFFLED)]
     found = epoch_of(feeder, epoch=0, num_ranks=num_ranks)
     assert [sorted(rows) for rows in found] == expected
@@ -178,10 +182,10 @@ def test_a_step_holds_the_same_rows_for_any_number_of_ranks(num_ranks: int):
 def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step():
     dataset: Any = FakeDataset(rows_of(range(4)))
     plan = FeedPlan(batch_size=4)
-    feeder = Feeder(dataset, plan, 2)
+    feeder = Feeder(dataset, plan)
     # the chosen sides have 2, 3, 4 and 5 tokens, each rejected one has 2
     for rank, rows in enumerate(([3, 0], [2, 1])):
-        found = feeder.share(rank, 0, 0, CUTTING)
+        found = feeder.share(rank, 2, 0, 0, CUTTING)
         assert found is not None
         table, micro_batches, num_pairs, num_tokens, is_stop = found
         assert table["row"].to_pylist() == rows
@@ -195,20 +199,20 @@ def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step
 def test_all_ranks_learn_with_the_same_step_that_they_are_to_stop():
     asked = iter([False, True])
     dataset: Any = FakeDataset(rows_of(range(8)))
-    feeder = Feeder(dataset, FeedPlan(batch_size=4), 2, lambda: next(asked))
-    ahead = [feeder.share(0, 0, step, CUTTING) for step in (0, 1)]
-    behind = [feeder.share(1, 0, step, CUTTING) for step in (0, 1)]
+    feeder = Feeder(dataset, FeedPlan(batch_size=4), lambda: next(asked))
+    ahead = [feeder.share(0, 2, 0, step, CUTTING) for step in (0, 1)]
+    behind = [feeder.share(1, 2, 0, step, CUTTING) for step in (0, 1)]
     assert [[found and found[-1] for found in rank] for rank in (ahead, behind)] == [
         [False, True]
     ] * 2
 
 
 def test_ranks_may_ask_in_any_order_and_far_ahead():
-    feeder, dataset = feeder_of(10, num_ranks=2)
+    feeder, dataset = feeder_of(10)
     ahead = [share(feeder, 1, 0, step) for step in range(4)]
     behind = [share(feeder, 0, 0, step) for step in range(4)]
-    lockstep, _ = feeder_of(10, num_ranks=2)
-    expected = epoch_of(lockstep, epoch=0, num_ranks=2)
+    lockstep, _ = feeder_of(10)
+    expected = epoch_of(lockstep, epoch=0)
     assert ahead[3] is behind[3] is None
     for step, rows in enumerate(expected):
         assert (behind[step] or []) + (ahead[step] or []) == rows
@@ -216,15 +220,15 @@ def test_ranks_may_ask_in_any_order_and_far_ahead():
 
 
 def test_a_resumed_run_gets_the_rest_of_the_undisturbed_epoch():
-    undisturbed = epoch_of(feeder_of(30, num_ranks=2)[0], epoch=3, num_ranks=2)
-    resumed, dataset = feeder_of(30, num_ranks=2)
+    undisturbed = epoch_of(feeder_of(30)[0], epoch=3)
+    resumed, dataset = feeder_of(30)
     assert epoch_of(resumed, epoch=3, num_ranks=2, start=5) == undisturbed[5:]
     assert dataset.num_epochs == 1
 
 
 def test_restarted_ranks_ask_an_old_feeder_for_steps_that_it_gave_away():
-    feeder, _ = feeder_of(30, num_ranks=2)
-    undisturbed = epoch_of(feeder, epoch=0, num_ranks=2)
+    feeder, _ = feeder_of(30)
+    undisturbed = epoch_of(feeder, epoch=0)
     for step in range(3):
         share(feeder, 0, 0, step)
         share(feeder, 1, 0, step)
@@ -232,8 +236,55 @@ def test_restarted_ranks_ask_an_old_feeder_for_steps_that_it_gave_away():
     assert epoch_of(feeder, epoch=0, num_ranks=2, start=2) == undisturbed[2:]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_number_of_ranks_gets_the_rest_of_the_same_steps(num_ranks: int):
+    undisturbed = [sorted(rows) for rows in epoch_of(feeder_of(30)[0], epoch=0)]
+    feeder, _ = feeder_of(30)
+    for step in range(3):
+        share(feeder, 0, 0, step)
+        share(feeder, 1, 0, step)
+    share(feeder, 0, 0, 3)  # then the workers are lost, and others restart from step 3
+    found = epoch_of(feeder, epoch=0, num_ranks=num_ranks, start=3)
+    assert [sorted(rows) for rows in found] == undisturbed[3:]
+
+
+def test_reading_ahead_changes_nothing_and_reads_nothing_twice():
+    feeder, dataset = feeder_of(10)
+    feeder.read_ahead()
+    assert epoch_of(feeder, epoch=0) == epoch_of(feeder_of(10)[0], epoch=0)
+    assert dataset.num_epochs == 1
+    resumed, _ = feeder_of(10)
+    resumed.read_ahead()
+    assert epoch_of(resumed, epoch=1, start=1) == epoch_of(feeder_of(10)[0], epoch=1, start=1)
+    empty, _ = feeder_of(0)
+    empty.read_ahead()
+    assert epoch_of(empty, epoch=0) == []
+
+
+class BreakingDataset(FakeDataset):
+    """Breaks off after its first table, the first three times."""
+
+    def iter_batches(self, **_: Any) -> Iterator[pa.Table]:
+        self.num_epochs += 1
+        yield self.tables[0]
+        if self.num_epochs <= 3:
+            raise OSError("a node was lost")
+        yield from self.tables[1:]
+
+
+def test_rows_that_break_off_are_an_error_each_time_and_never_the_end_of_the_epoch():
+    dataset: Any = BreakingDataset(rows_of(range(6)), rows_of(range(6, 10)))
+    feeder = Feeder(dataset, IN_ORDER)
+    assert share(feeder, 0, 0, 0) is not None
+    for rank in (0, 1, 0):
+        with pytest.raises(OSError, match="lost"):
+            share(feeder, rank, 0, 1)
+    expected = steps([*dataset.tables], IN_ORDER)
+    assert [sorted(rows) for rows in epoch_of(feeder, epoch=0)] == expected
+
+
 def test_a_rank_that_hears_of_the_end_late_does_not_restart_the_epoch():
-    feeder, dataset = feeder_of(8, num_ranks=2)
+    feeder, dataset = feeder_of(8)
     for step in (0, 1):
         assert share(feeder, 0, 0, step) is not None
         assert share(feeder, 1, 0, step) is not None
@@ -248,14 +299,14 @@ def test_a_rank_that_hears_of_the_end_late_does_not_restart_the_epoch():
 
 
 def test_an_evaluation_set_is_read_again_from_the_start():
-    feeder, dataset = feeder_of(10, num_ranks=2)
-    first = epoch_of(feeder, epoch=0, num_ranks=2)
-    assert epoch_of(feeder, epoch=0, num_ranks=2) == first
+    feeder, dataset = feeder_of(10)
+    first = epoch_of(feeder, epoch=0)
+    assert epoch_of(feeder, epoch=0) == first
     assert dataset.num_epochs == 2
 
 
 def test_a_set_of_one_step_is_read_again_by_one_rank_after_the_other():
-    feeder, dataset = feeder_of(3, num_ranks=2)
+    feeder, dataset = feeder_of(3)
     for _ in range(3):
         found = [(share(feeder, rank, 0, 0), share(feeder, rank, 0, 1)) for rank in (1, 0)]
         assert sorted(flat([rows or [] for rows, _ in found])) == [0, 1, 2]
@@ -264,10 +315,10 @@ def test_a_set_of_one_step_is_read_again_by_one_rank_after_the_other():
 
 
 def test_ranks_without_rows_get_empty_shares():
-    feeder, _ = feeder_of(1, num_ranks=3)
-    assert [share(feeder, rank, 0, 0) for rank in range(3)] == [[0], [], []]
+    feeder, _ = feeder_of(1)
+    assert [share(feeder, rank, 0, 0, num_ranks=3) for rank in range(3)] == [[0], [], []]
 
 
 def test_an_empty_set_ends_at_once():
-    feeder, _ = feeder_of(0, num_ranks=2)
+    feeder, _ = feeder_of(0)
     assert [share(feeder, rank, 0, 0) for rank in range(2)] == [None, None]
