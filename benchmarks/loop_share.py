@@ -96,7 +96,7 @@ def _time_bare(config: Any, folder: str) -> float:
     from ray.train.torch import TorchTrainer
 
     from rayrm.cluster import choose_resources
-    from rayrm.data.feed import FeedPlan, start_feeder
+    from rayrm.data.feed import Feed, FeedPlan
     from rayrm.data.intake import open_streams
 
     resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
@@ -110,7 +110,7 @@ def _time_bare(config: Any, folder: str) -> float:
         bare_loop,
         train_loop_config={
             "config": config.model_dump(mode="json"),
-            "feeder": start_feeder(streams["train"].dataset, plan),
+            "feed": Feed.start(streams["train"].dataset, plan),
         },
         scaling_config=ScalingConfig(
             num_workers=1, use_gpu=resources.use_gpu, resources_per_worker=resources.per_worker
@@ -129,7 +129,6 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     import torch
 
     from rayrm.config.schema import RunConfig
-    from rayrm.data.feed import FeedShard
     from rayrm.model.tokenizer import load_tokenizer
     from rayrm.training.engine import Engine
     from rayrm.training.loop import Progress, pair_losses
@@ -141,7 +140,7 @@ def bare_loop(loop_config: dict[str, Any]) -> float:
     engine = Engine(config, load_tokenizer(config.model), num_steps=num_steps)
     longest_pair = 2 * config.data.max_length
     settle_memory(engine, config, Progress(), longest_pair=longest_pair, workers_on_node=1)
-    shard = FeedShard(loop_config["feeder"], engine.rank, engine.world_size)
+    shard = loop_config["feed"].shard(engine.rank, engine.world_size)
     steps = [
         [
             engine.pack([share.pairs[position] for position in positions])

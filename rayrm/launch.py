@@ -21,7 +21,7 @@ from rayrm.board import Board, StopAsked, showing, stopping_on_signals
 from rayrm.cluster import Resources, choose_resources, ray_running
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig
-from rayrm.data.feed import FeedPlan, start_feeder
+from rayrm.data.feed import Feed, FeedPlan
 from rayrm.data.intake import TRAIN, check_reports, hold_eval_sets, open_streams
 from rayrm.data.pipeline import PairStream
 from rayrm.data.report import DataReport
@@ -100,7 +100,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     if num_steps < 0:
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
     board: Any = ray.remote(num_cpus=0)(Board).remote()
-    feeders = _start_feeders(config, streams, board)
+    feeds = _start_feeds(config, streams, board)
     job = Job(
         config=dump_config(config),
         run_dir=folder.url,
@@ -112,8 +112,8 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
             "packed": 2 * reports[TRAIN].longest_side,
             "padded": 2 * reports[TRAIN].longest_side,
         },
-        train_feeder=feeders.pop(TRAIN),
-        eval_feeders=feeders,
+        train_feed=feeds.pop(TRAIN),
+        eval_feeds=feeds,
         board=board,
     )
     value = _train(config, job, resources, folder)
@@ -176,9 +176,9 @@ def _run_id(folder: RunFolder) -> str:
     return known["wandb_run_id"]
 
 
-def _start_feeders(
+def _start_feeds(
     config: RunConfig, streams: Mapping[str, PairStream], board: Any
-) -> dict[str, Any]:
+) -> dict[str, Feed]:
     """Start an actor a data set; the training rows are read ahead while the workers load."""
     plans = dict.fromkeys(streams, FeedPlan(_EVAL_PAIRS_A_STEP))
     plans[TRAIN] = FeedPlan(
@@ -186,12 +186,12 @@ def _start_feeders(
         seed=config.run.seed if config.data.shuffle else None,
         buffer_size=config.data.shuffle_buffer_size,
     )
-    feeders = {
-        name: start_feeder(stream.dataset, plans[name], stop_asked=StopAsked(board))
+    feeds = {
+        name: Feed.start(stream.dataset, plans[name], stop_asked=StopAsked(board))
         for name, stream in streams.items()
     }
-    feeders[TRAIN].read_ahead.remote()
-    return feeders
+    feeds[TRAIN].read_ahead()
+    return feeds
 
 
 def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder) -> dict[str, Any]:

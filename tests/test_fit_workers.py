@@ -106,7 +106,7 @@ def test_a_model_that_cannot_share_prompts_trains_in_padded_rows_and_that_is_tol
         )
 
 
-def test_a_killed_worker_costs_nothing_but_time(
+def test_killed_workers_and_feeders_cost_nothing_but_time(
     ray_session: None, base_model: Path, tmp_path: Path
 ) -> None:
     import rayrm
@@ -114,12 +114,17 @@ def test_a_killed_worker_costs_nothing_but_time(
     config = config_for(base_model, tmp_path, "killed", num_train_epochs=6, save_steps=3)
     config["scaling"] = {"num_workers": 2}
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    killer = threading.Thread(target=kill_a_worker, args=(metrics, 8))
-    killer.start()
+    killers = [
+        threading.Thread(target=kill, args=(name, metrics), kwargs={"at": at})
+        for name, at in (("FeederActor", 3), ("RayTrainWorker", 8))
+    ]
+    for killer in killers:
+        killer.start()
     result = rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
-    killer.join()
+    for killer in killers:
+        killer.join()
     told = json.loads(Path(result.run_dir, "result.json").read_text())
-    assert told["resumed"] == 1
+    assert told["resumed"] == 1  # for the worker; of the feeder nobody heard
     assert told["pairs"] == 6 * NUM_PAIRS
     lines = training_lines(result.run_dir)
     assert [line["step"] for line in lines] == list(range(1, 25))
@@ -128,19 +133,19 @@ def test_a_killed_worker_costs_nothing_but_time(
     assert tokens[3] * 6 == tokens[-1]  # every epoch computed the same pairs
 
 
-def kill_a_worker(metrics: Path, num_lines: int) -> None:
-    """Kill one training worker of this process's Ray after so many lines of metrics."""
+def kill(name: str, metrics: Path, *, at: int) -> None:
+    """Kill one of this process's Ray actors of this name after so many lines of metrics."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= num_lines:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= at:
             break
         time.sleep(0.02)
-    workers = [
+    actors = [
         process
         for process in psutil.Process().children(recursive=True)
-        if "RayTrainWorker" in " ".join(process.cmdline())
+        if name in " ".join(process.cmdline())
     ]
-    os.kill(workers[-1].pid, signal.SIGKILL)
+    os.kill(actors[-1].pid, signal.SIGKILL)
 
 
 def test_fit_takes_a_ray_data_set_inside_an_actor(

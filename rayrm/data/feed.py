@@ -8,7 +8,7 @@ make shards equal, and every rank knows how many forwards the others run.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -197,6 +197,50 @@ class Feeder:
             self._shares[rank, step] = (rows, local, *told)
 
 
+@dataclass(frozen=True)
+class Feed:
+    """A data set's feeder, as driver and workers hold it; it ends when nobody does."""
+
+    actor: Any
+    dataset: ray.ObjectRef
+    """Held for the actor, that Ray makes it anew if it is lost."""
+
+    @classmethod
+    def start(
+        cls,
+        dataset: ray.data.Dataset,
+        plan: FeedPlan,
+        *,
+        stop_asked: Callable[[], bool] = lambda: False,
+    ) -> Self:
+        """Start the actor that cuts ``dataset`` into steps.
+
+        Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank
+        gets depends on block boundaries.
+        """
+        held = ray.put(dataset)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_FeederActor)
+        return cls(actor.remote([held], plan, stop_asked), held)
+
+    def read_ahead(self) -> None:
+        """Have the first rows tokenized while the workers load; returns at once."""
+        self.actor.read_ahead.remote()
+
+    def shard(self, rank: int, num_ranks: int) -> "FeedShard":
+        """Return a rank's end."""
+        return FeedShard(self.actor, rank, num_ranks)
+
+
+class _FeederActor(Feeder):
+    """A feeder whose data set comes by reference: Ray restarts no actor whose arguments it lost."""
+
+    def __init__(
+        self, dataset: list[ray.ObjectRef], plan: FeedPlan, stop_asked: Callable[[], bool]
+    ) -> None:
+        """``dataset`` is the reference in a list, which Ray hands over as it is."""
+        super().__init__(ray.get(dataset[0]), plan, stop_asked)
+
+
 @dataclass(frozen=True, slots=True)
 class FeedShard:
     """One rank's end of a feeder."""
@@ -217,18 +261,3 @@ class FeedShard:
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
             pairs = pairs_of(table)
             yield StepShare(pairs, micro_batches, num_pairs, row_ids, num_tokens, is_stop)
-
-
-def start_feeder(
-    dataset: ray.data.Dataset,
-    plan: FeedPlan,
-    *,
-    stop_asked: Callable[[], bool] = lambda: False,
-) -> Any:
-    """Start the actor that cuts ``dataset`` into steps; one that is lost is made anew.
-
-    Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank gets
-    depends on block boundaries.
-    """
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Feeder)
-    return actor.remote(dataset, plan, stop_asked)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from rayrm.data.feed import Feed
+
 MODEL = "model"
 """Folder of the exported model in the run's folder."""
 REPORT = "data_report.json"
@@ -24,9 +26,9 @@ class Job:
     steps_per_epoch: int
     longest_pair: dict[str, int]
     """Most tokens that a single training pair takes, by layout."""
-    train_feeder: Any
-    """Actor that deals out the training pairs."""
-    eval_feeders: dict[str, Any]
-    """Actors of the evaluation sets, by name."""
+    train_feed: Feed
+    """Deals out the training pairs."""
+    eval_feeds: dict[str, Feed]
+    """Those of the evaluation sets, by name."""
     board: Any
     """Actor that shows progress and failures to the driver."""

@@ -12,7 +12,6 @@ import ray.train
 import torch
 
 from rayrm.config.schema import RunConfig
-from rayrm.data.feed import FeedShard
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
 from rayrm.model.tokenizer import load_tokenizer
@@ -71,11 +70,9 @@ def _train(job: Job) -> dict[str, Any] | None:
     settle_memory(
         engine, config, progress, longest_pair=longest_pair, workers_on_node=workers_on_node
     )
-    train_shard = FeedShard(job.train_feeder, engine.rank, engine.world_size)
-    eval_shards = {
-        name: FeedShard(feeder, engine.rank, engine.world_size)
-        for name, feeder in job.eval_feeders.items()
-    }
+    place = (engine.rank, engine.world_size)
+    train_shard = job.train_feed.shard(*place)
+    eval_shards = {name: feed.shard(*place) for name, feed in job.eval_feeds.items()}
     folder = RunFolder(job.run_dir)
     tracker = None if engine.rank else _start_tracker(engine, folder, job, config, progress)
     journal = Journal(
