@@ -3,9 +3,10 @@
     python benchmarks/throughput.py MODEL DATA_FILE [--batch-size 8] [--steps 3] [--lora]
 
 Both train the same weights on the same pairs (tokenized once, by rayrm) in the same order, with the
-same optimizer and effective batch. Each side is a process of its own, and takes an optimizer step
-on a short batch first, which warms it up and is not counted. Since batches differ in length, the
-times of all others are added up. The sides:
+same optimizer and effective batch. Each side is a process of its own, and takes two optimizer steps
+on the longest batch first, which are not counted: with them its memory is at its peak, and what a
+kernel charges for memory that is touched for the first time is paid. Since batches differ in
+length, the times of all others are added up. The sides:
 
 - ``trl``: TRL's defaults, which recompute activations in backward;
 - ``trl, no checkpointing``: the same without;
@@ -38,12 +39,13 @@ TRL, TRL_PLAIN, OFF, RAYRM = "trl", "trl, no checkpointing", "rayrm, off", "rayr
 PACKED, SHARED, DENSE = "bare, packed", "bare, shared", "bare, dense"
 SIDES = (TRL, TRL_PLAIN, OFF, RAYRM, PACKED, SHARED, DENSE)
 LEARNING_RATE = 1e-5
+WARM_UP_STEPS = 2
 MAX_TRL_ROWS = 8
 """Pairs of one forward of TRL without checkpointing: more do not fit into a small machine."""
 
 
 def read_steps(given: argparse.Namespace) -> list[list[Any]]:
-    """Return the tokenized pairs of the warm-up step and of each step that counts."""
+    """Return the tokenized pairs of the steps that warm up and of each step that counts."""
     import gzip
 
     from rayrm.config.schema import ModelSection
@@ -61,14 +63,15 @@ def read_steps(given: argparse.Namespace) -> list[list[Any]]:
             found = encode([parse_line(line, {}) for line in part])
             pairs += [pair for pair in found if isinstance(pair, TokenizedPair)]
     pairs = pairs[:wanted]
-    warm_up = sorted(pairs, key=lambda pair: pair.num_tokens)[: given.batch_size]
     starts = range(0, wanted, given.batch_size)
-    return [warm_up, *(pairs[start : start + given.batch_size] for start in starts)]
+    steps = [pairs[start : start + given.batch_size] for start in starts]
+    longest = max(steps, key=lambda step: sum(pair.num_tokens for pair in step))
+    return [*[longest] * WARM_UP_STEPS, *steps]
 
 
 def count_tokens(steps: list[list[Any]]) -> dict[str, int]:
     """Return what padded rows, two full copies, and a prompt computed once take."""
-    counted = steps[1:]
+    counted = steps[WARM_UP_STEPS:]
     return {
         "padded": sum(
             2 * len(step) * max(max(p.chosen_length, p.rejected_length) for p in step)
@@ -91,7 +94,7 @@ def write_rows(steps: list[list[Any]], path: Path) -> None:
 
 
 def run_trl(spec: dict[str, Any]) -> dict[str, float]:
-    """Train with TRL and return the seconds of all steps but the first."""
+    """Train with TRL and return the seconds of the steps that count."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -143,11 +146,11 @@ def run_trl(spec: dict[str, Any]) -> dict[str, float]:
             peft_config=lora if spec["lora"] else None,
         )
         trainer.train()
-    return {"seconds": sum(clock.seconds[1:]), "peak_memory": _peak_memory()}
+    return {"seconds": sum(clock.seconds[WARM_UP_STEPS:]), "peak_memory": _peak_memory()}
 
 
 def run_rayrm(spec: dict[str, Any]) -> dict[str, float]:
-    """Train with ``rayrm.fit`` and return the seconds of all steps but the first."""
+    """Train with ``rayrm.fit`` and return the seconds of the steps that count."""
     import rayrm
 
     done = threading.Event()
@@ -181,7 +184,7 @@ def run_rayrm(spec: dict[str, Any]) -> dict[str, float]:
         text = Path(result.run_dir, "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines()]
     rates = [line["pairs_per_second"] for line in lines if "loss" in line]
-    seconds = sum(spec["batch_size"] / rate for rate in rates[1:])
+    seconds = sum(spec["batch_size"] / rate for rate in rates[WARM_UP_STEPS:])
     return {"seconds": seconds, "peak_memory": max(peak, default=0.0)}
 
 
@@ -196,7 +199,7 @@ def _watch_workers(peak: list[float], done: threading.Event) -> None:
 
 
 def run_bare(spec: dict[str, Any]) -> dict[str, float]:
-    """Run forward, backward and optimizer on held tensors and return the seconds of all steps."""
+    """Run forward, backward and optimizer on held tensors; return the seconds that count."""
     import torch
 
     from rayrm.config.schema import LoraSection, ModelSection
@@ -261,7 +264,7 @@ def _time_steps(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return sum(seconds[1:])
+    return sum(seconds[WARM_UP_STEPS:])
 
 
 def _peak_memory() -> float:
