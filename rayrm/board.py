@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Any
 import ray
 from tqdm import tqdm
 
+from rayrm.data.feed import Order
 from rayrm.errors import RayrmError
 
 
 class Board:
     """The actor: the first worker posts, the driver reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, save_minutes: float | None = None) -> None:
+        """After ``save_minutes`` without a checkpoint the workers are asked for one."""
+        self._save_seconds = float("inf") if save_minutes is None else 60 * save_minutes
+        self._saved_at = time.monotonic()
         self._notes: list[str] = []
         self._step = 0
         self._num_steps = 0
@@ -29,14 +34,24 @@ class Board:
         """Ask the workers to finish their step, save and stop."""
         self._stop_asked = True
 
-    def stop_asked(self) -> bool:
-        """Whether they are to stop."""
-        return self._stop_asked
+    def order(self) -> Order:
+        """Return what the workers are to do after the step that is dealt out now."""
+        if self._stop_asked:
+            return "stop"
+        if time.monotonic() - self._saved_at < self._save_seconds:
+            return "go on"
+        self._saved_at = time.monotonic()
+        return "save"
+
+    def saved(self) -> None:
+        """A checkpoint was written."""
+        self._saved_at = time.monotonic()
 
     def start(self, headline: str, step: int, num_steps: int) -> None:
         """Training starts, or starts again from a checkpoint."""
         self._notes.append(headline if step == 0 else f"{headline}; going on from step {step}")
         self._step, self._num_steps, self._line = step, num_steps, {}
+        self._saved_at = time.monotonic()
 
     def note(self, text: str) -> None:
         """Take a line of text for the user."""
@@ -62,14 +77,14 @@ class Board:
 
 
 @dataclass(frozen=True)
-class StopAsked:
-    """Asks the board whether training is to stop, from wherever it is called."""
+class OrderOf:
+    """Asks the board what the workers are to do, from wherever it is called."""
 
     board: Any
 
-    def __call__(self) -> bool:
+    def __call__(self) -> Order:
         """Return what the board says."""
-        return ray.get(self.board.stop_asked.remote())
+        return ray.get(self.board.order.remote())
 
 
 @contextlib.contextmanager

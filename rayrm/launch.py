@@ -17,12 +17,12 @@ import ray.train
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 
-from rayrm.board import Board, StopAsked, showing, stopping_on_signals
-from rayrm.cluster import Resources, choose_resources, ray_running
+from rayrm.board import Board, OrderOf, showing, stopping_on_signals
+from rayrm.cluster import KEEP_FREED_MEMORY, Resources, choose_resources, ray_running
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig
 from rayrm.data.feed import Feed, FeedPlan
-from rayrm.data.intake import TRAIN, check_reports, hold_eval_sets, open_streams
+from rayrm.data.intake import TRAIN, check_reports, check_unchanged, hold_eval_sets, open_streams
 from rayrm.data.pipeline import PairStream
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "checkpoints"
 _EVAL_PAIRS_A_STEP = 256
-_MAY_CHANGE = ("run.resume", "scaling.max_failures")
+_MAY_CHANGE = ("run.resume", "scaling.")
 """Fields in which a run that goes on may differ from its start."""
 
 
@@ -92,6 +92,8 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         reports = {name: stream.survey() for name, stream in streams.items()}
     except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
         raise error.cause if isinstance(error.cause, RayrmError) else error from None
+    if folder.has_entries(_CHECKPOINTS, prefix="checkpoint_"):
+        check_unchanged(reports, (folder.read_json(REPORT) or {}).get("sources", {}))
     _write_reports(reports, folder)
     check_reports(reports, config, kept_in=folder.path("dropped"))
     folder.write_json("config.json", dump_config(config))
@@ -99,7 +101,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     num_steps = config.train.max_steps
     if num_steps < 0:
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
-    board: Any = ray.remote(num_cpus=0)(Board).remote()
+    board: Any = ray.remote(num_cpus=0)(Board).remote(config.train.save_minutes)
     feeds = _start_feeds(config, streams, board)
     job = Job(
         config=dump_config(config),
@@ -112,6 +114,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
             "packed": 2 * reports[TRAIN].longest_side,
             "padded": 2 * reports[TRAIN].longest_side,
         },
+        train_files=tuple(file.path for file in streams[TRAIN].files),
         train_feed=feeds.pop(TRAIN),
         eval_feeds=feeds,
         board=board,
@@ -152,7 +155,7 @@ def _finished(folder: RunFolder, config: RunConfig) -> FitResult | None:
             "another run.name, or remove the folder"
         )
     changed = differing_fields(load_config(before), config)
-    if told := ", ".join(field for field in changed if field not in _MAY_CHANGE):
+    if told := ", ".join(field for field in changed if not field.startswith(_MAY_CHANGE)):
         raise ConfigError(
             f"run.name: the run at {folder.url} was started with another configuration ({told}); "
             "give another run.name, or go back to those settings"
@@ -187,7 +190,7 @@ def _start_feeds(
         buffer_size=config.data.shuffle_buffer_size,
     )
     feeds = {
-        name: Feed.start(stream.dataset, plans[name], stop_asked=StopAsked(board))
+        name: Feed.start(stream.dataset, plans[name], order=OrderOf(board))
         for name, stream in streams.items()
     }
     feeds[TRAIN].read_ahead()
@@ -202,13 +205,14 @@ def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder)
         run_worker,
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.scaling.num_workers,
+            num_workers=resources.num_workers,
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,
         ),
         run_config=ray.train.RunConfig(
             name=_CHECKPOINTS,
             storage_path=folder.url,
+            worker_runtime_env={} if resources.use_gpu else {"env_vars": KEEP_FREED_MEMORY},
             failure_config=ray.train.FailureConfig(
                 max_failures=config.scaling.max_failures, controller_failure_limit=0
             ),

@@ -22,10 +22,10 @@ def test_sigterm_asks_for_an_orderly_stop_and_may_come_twice():
     actor = LocalActor()
     before = signal.getsignal(signal.SIGTERM)
     with stopping_on_signals(actor) as received:
-        assert not actor.board.stop_asked()
+        assert actor.board.order() == "go on"
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert actor.board.stop_asked()
+        assert actor.board.order() == "stop"
     assert received == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -34,9 +34,34 @@ def test_a_second_ctrl_c_is_not_waited_for():
     actor = LocalActor()
     with stopping_on_signals(actor):
         os.kill(os.getpid(), signal.SIGINT)
-        assert actor.board.stop_asked()
+        assert actor.board.order() == "stop"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_checkpoint_is_asked_for_once_after_so_many_minutes_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now = 0.0
+    monkeypatch.setattr("rayrm.board.time.monotonic", lambda: now)
+    board = Board(save_minutes=2)
+    now = 500.0  # workers took their time to load
+    board.start("training", 0, 10)
+    assert board.order() == "go on"
+    now = 619.0
+    board.saved()  # for another reason
+    now = 738.0
+    assert board.order() == "go on"
+    now = 739.0
+    assert [board.order(), board.order()] == ["save", "go on"]
+    board.stop()
+    assert board.order() == "stop"
+
+
+def test_nothing_is_asked_for_without_a_limit(monkeypatch: pytest.MonkeyPatch):
+    board = Board()
+    monkeypatch.setattr("rayrm.board.time.monotonic", lambda: 1e9)
+    assert board.order() == "go on"
 
 
 def test_a_note_is_read_once_and_a_restart_forgets_the_line():

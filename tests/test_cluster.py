@@ -53,6 +53,20 @@ def test_what_the_caller_holds_is_not_asked_for(
     assert (chosen.per_worker, chosen.cpus_per_task) == ({"CPU": per_worker}, per_task)
 
 
+def test_a_range_of_workers_is_asked_for_as_it_is_with_room_for_the_most():
+    chosen = choose(4, num_workers={"min": 2, "max": 6})
+    assert chosen == Resources((2, 6), False, {"CPU": 0.5}, 1.0)
+    assert choose(4, num_workers={"min": 3, "max": 3}).num_workers == 3
+
+
+def test_gpus_have_to_do_for_the_fewest_workers():
+    elastic = {"min": 2, "max": 8}
+    assert choose(16, gpus=2, num_workers=elastic).use_gpu
+    assert not choose(16, gpus=1, num_workers=elastic).use_gpu
+    with pytest.raises(ConfigError, match="2 workers need 2 GPUs, but the cluster has 1"):
+        choose(16, gpus=1, num_workers=elastic, use_gpu=True)
+
+
 def test_however_many_workers_each_asks_for_something():
     assert choose(2, num_workers=1000).per_worker == {"CPU": 0.01}
 

@@ -2,15 +2,10 @@
 
 import gzip
 import json
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.builders import tiny_bert_folder, tiny_jamba_folder, word_tokenizer
@@ -55,28 +50,6 @@ def training_lines(run_dir: str | Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
 
 
-def test_one_and_two_workers_take_the_same_steps(
-    ray_session: None, base_model: Path, tmp_path: Path
-) -> None:
-    import rayrm
-
-    lines = {}
-    for num_workers in (1, 2):
-        config = config_for(base_model, tmp_path, f"workers-{num_workers}")
-        config["scaling"] = {"num_workers": num_workers}
-        # two workers cut their shares differently, too
-        config["train"]["max_tokens_per_micro_batch"] = 4096 if num_workers == 1 else 128
-        result = rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
-        lines[num_workers] = training_lines(result.run_dir)
-    assert [line["step"] for line in lines[1]] == list(range(1, 9))  # 2 epochs of 4 + 4 + 4 + 1
-    for one, two in zip(lines[1], lines[2], strict=True):
-        for name in ("loss", "accuracy", "margin", "min_reward", "max_reward", "num_tokens"):
-            assert two[name] == pytest.approx(one[name], abs=1e-5), (one["step"], name)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-    epochs = lines[1][:4], lines[1][4:]
-    assert [x["loss"] for x in epochs[0]] != pytest.approx([x["loss"] for x in epochs[1]])
-
-
 @pytest.mark.parametrize(
     ("make_model", "reason"),
     [
@@ -104,48 +77,6 @@ def test_a_model_that_cannot_share_prompts_trains_in_padded_rows_and_that_is_tol
             config_for(folder, tmp_path, "refused", shared_prompt="on"),
             datasets={"train": text_rows(5)},
         )
-
-
-def test_killed_workers_and_feeders_cost_nothing_but_time(
-    ray_session: None, base_model: Path, tmp_path: Path
-) -> None:
-    import rayrm
-
-    config = config_for(base_model, tmp_path, "killed", num_train_epochs=6, save_steps=3)
-    config["scaling"] = {"num_workers": 2}
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    killers = [
-        threading.Thread(target=kill, args=(name, metrics), kwargs={"at": at})
-        for name, at in (("FeederActor", 3), ("RayTrainWorker", 8))
-    ]
-    for killer in killers:
-        killer.start()
-    result = rayrm.fit(config, datasets={"train": text_rows(NUM_PAIRS)})
-    for killer in killers:
-        killer.join()
-    told = json.loads(Path(result.run_dir, "result.json").read_text())
-    assert told["resumed"] == 1  # for the worker; of the feeder nobody heard
-    assert told["pairs"] == 6 * NUM_PAIRS
-    lines = training_lines(result.run_dir)
-    assert [line["step"] for line in lines] == list(range(1, 25))
-    tokens = [line["num_tokens"] for line in lines]
-    assert tokens == sorted(tokens)
-    assert tokens[3] * 6 == tokens[-1]  # every epoch computed the same pairs
-
-
-def kill(name: str, metrics: Path, *, at: int) -> None:
-    """Kill one of this process's Ray actors of this name after so many lines of metrics."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= at:
-            break
-        time.sleep(0.02)
-    actors = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if name in " ".join(process.cmdline())
-    ]
-    os.kill(actors[-1].pid, signal.SIGKILL)
 
 
 def test_fit_takes_a_ray_data_set_inside_an_actor(

@@ -238,6 +238,8 @@ class TrainSection(Section):
     """Evaluate every so many steps; null evaluates once, at the end."""
     save_steps: PositiveInt | None = 500
     """Write a checkpoint every so many steps; null writes none but those of the best model."""
+    save_minutes: PositiveFloat | None = None
+    """Write a checkpoint also after so many minutes without one."""
     save_total_limit: PositiveInt = 2
     """Checkpoints to keep; the best one is among them when there is a metric_for_best_model."""
     metric_for_best_model: str | None = None
@@ -283,11 +285,27 @@ class ZeroSection(Section):
         return self
 
 
+class WorkerRange(Section):
+    """How many training workers there may be; Ray Train takes as many as it can place."""
+
+    min: PositiveInt
+    """Training goes on with so many."""
+    max: PositiveInt
+    """It never takes more."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "WorkerRange":
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min}, which is more than max, {self.max}")
+        return self
+
+
 class ScalingSection(Section):
     """Workers and what each may use."""
 
-    num_workers: PositiveInt = 1
-    """Training workers; one GPU each where GPUs are used."""
+    num_workers: PositiveInt | WorkerRange = 1
+    """Training workers, one GPU each where GPUs are used; {min, max} for a cluster that grows and
+    shrinks, where the run goes on from its last checkpoint with as many as there are."""
     use_gpu: Literal["auto"] | bool = "auto"
     """auto takes GPUs if the cluster has enough of them."""
     resources_per_worker: dict[str, NonNegativeFloat] | None = None

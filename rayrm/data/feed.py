@@ -8,7 +8,7 @@ make shards equal, and every rank knows how many forwards the others run.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,15 @@ from rayrm.data.tokenize import TokenizedPair
 
 _COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
             "prompt_length", "chosen_length", "rejected_length"]  # fmt: skip
+
+
+Order = Literal["go on", "save", "stop"]
+"""What the driver wants of the ranks: a checkpoint, or a checkpoint and the end."""
+
+
+def go_on() -> Order:
+    """Want nothing."""
+    return "go on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +57,8 @@ class StepShare:
     """File number and row of each of ``pairs``."""
     num_tokens: int
     """Tokens of both sides of the step's pairs, over all ranks."""
-    is_stop: bool = False
-    """Whether every rank is to save and stop after this step."""
+    order: Order = "go on"
+    """What every rank is to do after this step."""
 
 
 def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Iterator[pa.Table]:
@@ -108,8 +117,8 @@ def _keys(table: pa.Table, seed: int, epoch: int) -> np.ndarray:
     return keys
 
 
-Share = tuple[pa.Table, MicroBatches, int, int, bool]
-"""A rank's rows and micro-batches; the step's pairs and tokens; whether to stop after it."""
+Share = tuple[pa.Table, MicroBatches, int, int, Order]
+"""A rank's rows and micro-batches; the step's pairs and tokens; what to do after it."""
 
 
 class Feeder:
@@ -123,11 +132,11 @@ class Feeder:
         self,
         dataset: ray.data.Dataset,
         plan: FeedPlan,
-        stop_asked: Callable[[], bool] = lambda: False,
+        order: Callable[[], Order] = go_on,
     ) -> None:
-        """``stop_asked`` is called once a step: all ranks then learn it with the same step."""
+        """``order`` is called once a step: all ranks then learn it with the same step."""
         self._dataset = dataset
-        self._stop_asked = stop_asked
+        self._order = order
         self._plan = plan
         self._num_ranks = 0
         self._epoch = -1
@@ -187,7 +196,7 @@ class Feeder:
             rejected=table["rejected_length"].to_pylist(),
         )
         num_tokens = sum(lengths.chosen) + sum(lengths.rejected)
-        told = (table.num_rows, num_tokens, self._stop_asked())
+        told = (table.num_rows, num_tokens, self._order())
         plan = plan_step(lengths, cutting, num_ranks=self._num_ranks)
         for rank, micro_batches in enumerate(plan):
             mine = [position for micro_batch in micro_batches for position in micro_batch]
@@ -198,12 +207,40 @@ class Feeder:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What a feeder is made of, anew if it has to be."""
+
+    dataset: ray.ObjectRef
+    plan: FeedPlan
+    order: Callable[[], Order]
+
+
+class FeederActor:
+    """A feeder in a process of its own; each call brings the recipe, which a new process needs."""
+
+    def __init__(self) -> None:
+        self._feeder: Feeder | None = None
+
+    def read_ahead(self, recipe: Recipe) -> None:
+        """See ``Feeder.read_ahead``."""
+        self._open(recipe).read_ahead()
+
+    def share(self, recipe: Recipe, *asked: Any) -> Share | None:
+        """See ``Feeder.share``."""
+        return self._open(recipe).share(*asked)
+
+    def _open(self, recipe: Recipe) -> Feeder:
+        if self._feeder is None:
+            self._feeder = Feeder(ray.get(recipe.dataset), recipe.plan, recipe.order)
+        return self._feeder
+
+
+@dataclass(frozen=True)
 class Feed:
     """A data set's feeder, as driver and workers hold it; it ends when nobody does."""
 
     actor: Any
-    dataset: ray.ObjectRef
-    """Held for the actor, that Ray makes it anew if it is lost."""
+    recipe: Recipe
 
     @classmethod
     def start(
@@ -211,53 +248,45 @@ class Feed:
         dataset: ray.data.Dataset,
         plan: FeedPlan,
         *,
-        stop_asked: Callable[[], bool] = lambda: False,
+        order: Callable[[], Order] = go_on,
     ) -> Self:
-        """Start the actor that cuts ``dataset`` into steps.
+        """Start the actor that cuts ``dataset`` into steps; Ray restarts one that is lost.
 
         Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank
         gets depends on block boundaries.
         """
-        held = ray.put(dataset)
-        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_FeederActor)
-        return cls(actor.remote([held], plan, stop_asked), held)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(FeederActor)
+        return cls(actor.remote(), Recipe(ray.put(dataset), plan, order))
 
     def read_ahead(self) -> None:
         """Have the first rows tokenized while the workers load; returns at once."""
-        self.actor.read_ahead.remote()
+        self.actor.read_ahead.remote(self.recipe)
 
     def shard(self, rank: int, num_ranks: int) -> "FeedShard":
         """Return a rank's end."""
-        return FeedShard(self.actor, rank, num_ranks)
-
-
-class _FeederActor(Feeder):
-    """A feeder whose data set comes by reference: Ray restarts no actor whose arguments it lost."""
-
-    def __init__(
-        self, dataset: list[ray.ObjectRef], plan: FeedPlan, stop_asked: Callable[[], bool]
-    ) -> None:
-        """``dataset`` is the reference in a list, which Ray hands over as it is."""
-        super().__init__(ray.get(dataset[0]), plan, stop_asked)
+        return FeedShard(self, rank, num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedShard:
-    """One rank's end of a feeder."""
+    """One rank's end of a feed."""
 
-    feeder: Any
+    feed: Feed
     rank: int
     num_ranks: int
 
     def steps(self, cutting: Cutting, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
         """Yield this rank's shares of an epoch's steps, the next one fetched ahead."""
-        ask = self.feeder.share.remote
         step = start
-        coming = ask(self.rank, self.num_ranks, epoch, step, cutting)
+        coming = self._ask(epoch, step, cutting)
         while (share := ray.get(coming)) is not None:
             step += 1
-            coming = ask(self.rank, self.num_ranks, epoch, step, cutting)
-            table, micro_batches, num_pairs, num_tokens, is_stop = share
+            coming = self._ask(epoch, step, cutting)
+            table, micro_batches, num_pairs, num_tokens, order = share
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
             pairs = pairs_of(table)
-            yield StepShare(pairs, micro_batches, num_pairs, row_ids, num_tokens, is_stop)
+            yield StepShare(pairs, micro_batches, num_pairs, row_ids, num_tokens, order)
+
+    def _ask(self, epoch: int, step: int, cutting: Cutting) -> Any:
+        feed = self.feed
+        return feed.actor.share.remote(feed.recipe, self.rank, self.num_ranks, epoch, step, cutting)

@@ -10,6 +10,7 @@ from rayrm.config.schema import RunConfig, Source
 from rayrm.data.pipeline import PairStream, check_report, tokenize_rows
 from rayrm.data.report import DataReport
 from rayrm.data.sources import RawRows, hand_over, open_sources
+from rayrm.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,27 @@ def check_reports(reports: Mapping[str, DataReport], config: RunConfig, *, kept_
                 "%s: %d of %d rows dropped (%s); see %s",
                 _field(name), report.dropped.total(), report.num_rows, counts, kept_in,
             )  # fmt: skip
+
+
+def check_unchanged(reports: Mapping[str, DataReport], before: Mapping[str, Any]) -> None:
+    """Refuse to go on with rows that are not those of the run's first start.
+
+    Args:
+        reports: the account of all rows, by name of the set.
+        before: the account of each source as the first start wrote it.
+
+    Raises:
+        DataError: a source has other rows.
+    """
+    for name, report in reports.items():
+        for label, now in report.as_dict().items():
+            then = before.get(label, {})
+            if then.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:
+                raise DataError(
+                    f"{_field(name)}: {label} has changed since this run began ({then['rows']} "
+                    f"rows then, {now['rows']} now): bring the rows back that it had, or give "
+                    "another run.name"
+                )
 
 
 def _field(name: str) -> str:

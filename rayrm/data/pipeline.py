@@ -1,5 +1,6 @@
 """Ray Data from raw rows to tokenized pairs: parse, render, tokenize and filter in parallel."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -28,13 +29,14 @@ PAIR_SCHEMA = pa.schema(
         ("prompt_length", pa.int32()),
         ("chosen_length", pa.int32()),
         ("rejected_length", pa.int32()),
+        ("digest", pa.uint64()),
         ("reason", pa.string()),
         ("detail", pa.string()),
         ("raw", pa.binary()),
     ]
 )
 """A kept pair has no reason and no raw; a dropped row has both and no ids. Lengths are of the
-shared prefix and of the two whole sides."""
+shared prefix and of the two whole sides. The digest is of the row's text and number."""
 
 _ROWS_A_BATCH = 256
 
@@ -104,6 +106,7 @@ def tokenize_table(
             column(lambda pair: len(pair.prompt_ids)),
             column(lambda pair: len(pair.prompt_ids) + len(pair.chosen_ids)),
             column(lambda pair: len(pair.prompt_ids) + len(pair.rejected_ids)),
+            [_digest(text, row) for text, row in zip(raw, table["row"].to_pylist(), strict=True)],
             [None if drop is None else drop.reason for drop in drops],
             [None if drop is None else drop.detail for drop in drops],
             [None if drop is None else text for drop, text in zip(drops, raw, strict=True)],
@@ -126,6 +129,11 @@ def _slices(column: pa.ChunkedArray) -> list[np.ndarray]:
         for values, offsets in [(chunk.values.to_numpy(), chunk.offsets.to_numpy())]
         for start, end in pairwise(offsets)
     ]
+
+
+def _digest(text: bytes, row: int) -> int:
+    place = row.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=place).digest(), "little")
 
 
 def _parse(text: bytes, columns: dict[str, str]) -> Pair | Drop:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -22,6 +23,8 @@ class SourceReport:
     shared_tokens: int = 0
     longest: int = 0
     longest_pair: int = 0
+    fingerprint: int = 0
+    """Sum of all rows' digests, modulo 2**64: alike for the same rows at the same places."""
     kept_rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -44,6 +47,7 @@ class SourceReport:
                 "longest_side": self.longest,
                 "longest_pair": self.longest_pair,
             },
+            "fingerprint": f"{self.fingerprint:016x}",
             "shared_prompt_share": self.shared_tokens / self.tokens if self.tokens else 0.0,
         }
 
@@ -63,6 +67,8 @@ class DataReport:
             rows = table.filter(pc.field("file") == number)
             report = self.sources[self._labels[number]]
             report.rows += rows.num_rows
+            digests = int(rows["digest"].to_numpy().sum(dtype=np.uint64))
+            report.fingerprint = (report.fingerprint + digests) % 2**64
             self._count_kept(report, rows.filter(rows["reason"].is_null()))
             self._keep_dropped(report, rows.filter(rows["reason"].is_valid()), number)
 

@@ -5,43 +5,74 @@ import json
 import os
 import shutil
 import tempfile
+from functools import partial
 from typing import Any
 
 import ray.train
 
 from rayrm.errors import CheckpointError
 from rayrm.training.engine import Engine
-from rayrm.training.job import SCORE
+from rayrm.training.job import SCORE, Job
 from rayrm.training.loop import Progress
 
 
-def save_checkpoint(
-    engine: Engine, progress: Progress, config: dict[str, Any], *, score: float
-) -> None:
-    """Write every rank's state aside and report it; Ray Train merges and commits it.
+def save_checkpoint(engine: Engine, progress: Progress, job: Job, *, score: float) -> None:
+    """Write every rank's state aside; Ray Train uploads, merges and commits it in the background.
 
-    All ranks must call this at the same step: the report is a barrier.
+    All ranks must call this at the same step. Training goes on while the files travel; what is not
+    committed when a worker is lost was never there.
+
+    Raises:
+        CheckpointError: the state cannot be written here. An upload that fails ends the run, too.
     """
     folder = tempfile.mkdtemp(prefix="rayrm-checkpoint-")
     try:
         engine.save(folder)
         if engine.rank == 0:
-            _write_json(os.path.join(folder, "config.json"), config)
+            _write_json(os.path.join(folder, "config.json"), job.config)
             state = {**dataclasses.asdict(progress), "world_size": engine.world_size}
             _write_json(os.path.join(folder, "progress.json"), state)
-        checkpoint = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({SCORE: score, "step": progress.step}, checkpoint=checkpoint)
     except OSError as error:
-        raise CheckpointError(f"checkpoint of step {progress.step}: {error}") from error
-    finally:
         shutil.rmtree(folder, ignore_errors=True)
+        raise _not_written(progress.step, folder, engine, error) from error
+    upload = partial(_upload, step=progress.step, engine=engine, board=job.board)
+    ray.train.report(
+        {SCORE: score, "step": progress.step},
+        checkpoint=ray.train.Checkpoint.from_directory(folder),
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=upload,
+        delete_local_checkpoint_after_upload=True,
+    )
+    if engine.rank == 0:
+        job.board.saved.remote()
+
+
+def _upload(
+    checkpoint: ray.train.Checkpoint, name: str, *, step: int, engine: Engine, board: Any
+) -> ray.train.Checkpoint:
+    """Upload as Ray Train does; what fails for want of space fails again after a restart."""
+    storage: Any = ray.train.get_context().get_storage()
+    try:
+        return storage.persist_current_checkpoint(checkpoint, name)
+    except OSError as error:
+        told = _not_written(step, f"{storage.experiment_fs_path}/{name}", engine, error)
+        ray.get(board.fail.remote(told))
+        raise told from error
+
+
+def _not_written(step: int, place: str, engine: Engine, error: OSError) -> CheckpointError:
+    gigabytes = engine.state_bytes / 1e9
+    return CheckpointError(
+        f"checkpoint of step {step}: cannot be written to {place} ({error}); it takes "
+        f"{gigabytes:.2f} GB. The one before it stands: make room and start again"
+    )
 
 
 def restore_checkpoint(engine: Engine) -> Progress:
     """Load the run's last committed checkpoint, or return fresh progress where there is none.
 
     Raises:
-        CheckpointError: it is incomplete, or was written by another number of workers.
+        CheckpointError: it is incomplete, or of another model.
     """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
@@ -55,7 +86,7 @@ def load_checkpoint(engine: Engine, checkpoint: ray.train.Checkpoint) -> Progres
     """Load one checkpoint into the engine and return the progress it was written at.
 
     Raises:
-        CheckpointError: it is incomplete, or was written by another number of workers.
+        CheckpointError: it is incomplete, or of another model.
     """
     with checkpoint.as_directory() as folder:
         try:
@@ -63,13 +94,7 @@ def load_checkpoint(engine: Engine, checkpoint: ray.train.Checkpoint) -> Progres
                 state = json.load(file)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{checkpoint.path}: not a complete checkpoint") from error
-        world_size = state.pop("world_size")
-        if world_size != engine.world_size:
-            raise CheckpointError(
-                f"{checkpoint.path}: written by {world_size} workers, but there are "
-                f"{engine.world_size}; set scaling.num_workers={world_size} to go on with it"
-            )
-        engine.load(folder)
+        engine.load(folder, world_size=state.pop("world_size"))
     return Progress(**state)
 
 

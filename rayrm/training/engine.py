@@ -24,6 +24,7 @@ from rayrm.errors import RayrmError
 from rayrm.model.build import build_reward_model
 from rayrm.model.reward import EncoderRewardModel, RewardModel, checkpoint_activations
 from rayrm.training.schedule import build_schedule
+from rayrm.training.state import TrainingState
 from rayrm.training.zero import deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,9 @@ class Engine:
         self._scheduler = build_schedule(
             self._engine.basic_optimizer, config.train, num_steps=num_steps
         )
-        self._accelerator.register_for_checkpointing(self._scheduler)
+        self._state = TrainingState(
+            self._engine, self._scheduler, stage=self._stage, device=self.device
+        )
         self.cutting = Cutting(model.layout, max_tokens=1)
         """How steps are cut into forwards; alike on all ranks."""
         self.grad_norm = 0.0
@@ -127,8 +130,13 @@ class Engine:
     @property
     def bytes_to_come(self) -> int:
         """Bytes that optimizer states and gradients take on this device with the first step."""
+        return self.state_bytes // (self.world_size if self._stage else 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole training state on disk: weights and both moments in float32."""
         trained, _ = self.num_parameters()
-        return 12 * trained // (self.world_size if self._stage else 1)
+        return 12 * trained
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -212,12 +220,16 @@ class Engine:
         unset_hf_deepspeed_config()
 
     def save(self, folder: str) -> None:
-        """Write this rank's training state: weights, optimizer, schedule, random states."""
-        self._accelerator.save_state(folder)
+        """Write this rank's share of the training state; every rank must call this."""
+        self._state.save(folder)
 
-    def load(self, folder: str) -> None:
-        """Read what ``save`` wrote with as many ranks."""
-        self._accelerator.load_state(folder)
+    def load(self, folder: str, *, world_size: int) -> None:
+        """Read what ``world_size`` ranks saved, be they more or fewer than there are now.
+
+        Raises:
+            CheckpointError: it is incomplete, or of another model.
+        """
+        self._state.load(folder, world_size=world_size)
 
     def _gather(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
         return deepspeed.zero.GatheredParameters(

@@ -26,6 +26,8 @@ class Job:
     steps_per_epoch: int
     longest_pair: dict[str, int]
     """Most tokens that a single training pair takes, by layout."""
+    train_files: tuple[str, ...]
+    """Places of the training rows, by file number."""
     train_feed: Feed
     """Deals out the training pairs."""
     eval_feeds: dict[str, Feed]

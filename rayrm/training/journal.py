@@ -1,5 +1,6 @@
 """The log of a run: steps added up between lines, written by the first worker."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from rayrm.model.metrics import PairStats
 from rayrm.training.engine import Engine
 from rayrm.training.evaluate import reduce_stats
 from rayrm.training.loop import Progress, StepResult
-from rayrm.training.tracking import Tracker
+from rayrm.training.tracking import SKIPPED, Tracker
 
 
 class Journal:
@@ -22,8 +23,13 @@ class Journal:
         *,
         board: Any,
         steps_per_epoch: int,
+        files: Sequence[str],
     ) -> None:
-        """``tracker`` is null on all ranks but the first; ``board`` shows lines to the driver."""
+        """``tracker`` is null on all ranks but the first; ``board`` shows lines to the driver.
+
+        ``files`` are the places of the training rows.
+        """
+        self._files = files
         self._engine = engine
         self._progress = progress
         self._tracker = tracker
@@ -43,6 +49,19 @@ class Journal:
         self._stats = self._stats + step.stats
         self._seconds += step.seconds
         self._learning_rate = step.learning_rate
+        if step.rows_without_update is not None and self._tracker is not None:
+            self._write_skipped(step.rows_without_update)
+
+    def _write_skipped(self, row_ids: Sequence[tuple[int, int]]) -> None:
+        assert self._tracker is not None
+        rows = [{"source": self._files[file], "row": row} for file, row in row_ids]
+        self._tracker.log_skipped({"step": self._progress.step, "rows": rows})
+        first = ", ".join(f"{row['source']} row {row['row']}" for row in rows[:3])
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        self._board.note.remote(
+            f"step {self._progress.step}: no update, since its loss or gradient is not finite; its "
+            f"rows are {first}{more} (all in {SKIPPED})"
+        )
 
     def write_line(self) -> None:
         """Reduce the steps since the last line over all ranks and write them; collective."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rayrm.config.schema import LossSection
-from rayrm.data.feed import StepShare
+from rayrm.data.feed import Order, StepShare
 from rayrm.data.packing import PackedBatch
 from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
@@ -93,8 +93,10 @@ class StepResult:
     """This rank's pairs."""
     learning_rate: float
     seconds: float
-    is_stop: bool
-    """Whether every rank is to save and stop now."""
+    order: Order
+    """What every rank is to do now."""
+    rows_without_update: list[tuple[int, int]] | None
+    """File number and row of all pairs of a step whose update was not applied."""
 
 
 def training_steps(
@@ -130,18 +132,24 @@ def training_steps(
             progress.step_in_epoch += 1
             progress.num_pairs += share.num_pairs
             progress.num_tokens += share.num_tokens
+            skipped = None
             if engine.step_was_applied:
                 skipped_in_a_row = 0
             else:
+                skipped = _rows_of_step(engine, share)
                 skipped_in_a_row += 1
                 progress.skipped_steps += 1
-                if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                    _stop_non_finite(engine, share, progress)
             seconds = time.perf_counter() - started
             progress.seconds += seconds
             if progress.step_in_epoch == steps_per_epoch:
                 progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            yield StepResult(stats, share.pairs, learning_rate, seconds, share.is_stop)
+            yield StepResult(stats, share.pairs, learning_rate, seconds, share.order, skipped)
+            if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise RayrmError(
+                    f"training: {MAX_SKIPPED_IN_A_ROW} updates in a row had a loss or gradient "
+                    f"that is not finite, the last at step {progress.step}; none was applied. "
+                    "Lower train.learning_rate, or look at the rows of these steps"
+                )
             if progress.step == num_steps or progress.step_in_epoch == 0:
                 break
         else:
@@ -188,11 +196,5 @@ def stats_of(chosen: Tensor, rejected: Tensor, losses: Tensor, batch: PackedBatc
     )
 
 
-def _stop_non_finite(engine: TrainEngine, share: StepShare, progress: Progress) -> None:
-    rows = sorted(row for part in engine.gather_objects(share.row_ids) for row in part)
-    shown = ", ".join(f"{file}:{row}" for file, row in rows[:20])
-    raise RayrmError(
-        f"training: {MAX_SKIPPED_IN_A_ROW} updates in a row had a loss or gradient that is not "
-        f"finite (last at step {progress.step}, rows file:row {shown}); none was applied. Lower "
-        "train.learning_rate, or look at these rows"
-    )
+def _rows_of_step(engine: TrainEngine, share: StepShare) -> list[tuple[int, int]]:
+    return sorted(row for part in engine.gather_objects(share.row_ids) for row in part)

@@ -1,8 +1,6 @@
 """What a worker settles before the first step: what fits into memory, and that it is exact."""
 
-import ctypes
 import logging
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -28,22 +26,8 @@ ROUND_TOKENS = 256
 """Tokens of a forward are a multiple of this."""
 GOOD_TOKENS = {"cpu": 1_024, "cuda": 4_096}
 """Tokens from which on a forward is fast: recomputing activations is worth so many."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative and absolute difference allowed between rewards of a flat row and of padded rows."""
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, on machines that train on their CPU.
-
-    By default it gives large blocks back to the kernel and asks for them again, cleared, some
-    thousand times a step: measured on two cores, a third of the time, and more in a thread such as
-    Ray Train runs. Elsewhere than on glibc nothing changes.
-    """
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            mallopt(option, 2**31 - 1)
 
 
 def settle_memory(

@@ -18,6 +18,8 @@ from rayrm.training.storage import RunFolder
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+SKIPPED = "skipped_steps.jsonl"
+"""Steps whose update was not applied, with their rows."""
 _TABLE_ROWS = 100
 
 
@@ -35,7 +37,8 @@ class Tracker:
     ) -> None:
         """Go on at ``step``: lines written after the restored checkpoint are cut."""
         self._folder = folder
-        folder.cut_lines(METRICS, after_step=step)
+        for name in (METRICS, SKIPPED):
+            folder.cut_lines(name, after_step=step)
         self._wandb_run = None
         if wandb_section is not None:
             self._wandb_run = _start_wandb(folder, wandb_section, config, run_id, resumed=step > 0)
@@ -52,6 +55,10 @@ class Tracker:
     def wandb_run_id(self) -> str | None:
         """Id of the W&B run, if there is one."""
         return None if self._wandb_run is None else self._wandb_run.id
+
+    def log_skipped(self, line: dict[str, Any]) -> None:
+        """Write one step whose update was not applied."""
+        self._folder.append_json(SKIPPED, line)
 
     def log(self, line: dict[str, Any]) -> None:
         """Write one line of metrics; it holds its ``step``."""

@@ -29,7 +29,7 @@ from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
-from rayrm.training.preparation import keep_freed_memory, prove_layout, settle_memory, slow_dtype
+from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import Tracker
 
@@ -61,8 +61,6 @@ def _train(job: Job) -> dict[str, Any] | None:
     train = config.train
     workers_on_node = ray.train.get_context().get_local_world_size()
     _share_cores(workers_on_node)
-    if not torch.cuda.is_available():
-        keep_freed_memory()
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=job.num_steps)
     progress = restore_checkpoint(engine)
@@ -76,12 +74,17 @@ def _train(job: Job) -> dict[str, Any] | None:
     folder = RunFolder(job.run_dir)
     tracker = None if engine.rank else _start_tracker(engine, folder, job, config, progress)
     journal = Journal(
-        engine, progress, tracker, board=job.board, steps_per_epoch=job.steps_per_epoch
+        engine,
+        progress,
+        tracker,
+        board=job.board,
+        steps_per_epoch=job.steps_per_epoch,
+        files=job.train_files,
     )
 
     def save(score: float) -> None:
         journal.sync()
-        save_checkpoint(engine, progress, job.config, score=score)
+        save_checkpoint(engine, progress, job, score=score)
 
     steps = training_steps(
         engine,
@@ -105,9 +108,9 @@ def _train(job: Job) -> dict[str, Any] | None:
             is_best = train.metric_for_best_model is not None and judge(progress, score)
         is_enough = progress.evaluations_without_gain == train.early_stopping_patience
         is_due = _due(progress.step, train.save_steps) or (is_last and train.save_steps is not None)
-        if is_best or is_due or step.is_stop:
+        if is_best or is_due or step.order != "go on":
             save(score)
-        if step.is_stop and not is_last:
+        if step.order == "stop" and not is_last:
             journal.finish_training()
             return None
         if is_enough:

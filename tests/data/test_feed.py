@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrm.data.feed import Feeder, FeedPlan, steps_of
+from rayrm.data.feed import Feeder, FeedPlan, Order, steps_of
 from rayrm.data.pipeline import PAIR_SCHEMA, pairs_of
 from rayrm.data.plan import Cutting
 
@@ -187,23 +187,24 @@ def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step
     for rank, rows in enumerate(([3, 0], [2, 1])):
         found = feeder.share(rank, 2, 0, 0, CUTTING)
         assert found is not None
-        table, micro_batches, num_pairs, num_tokens, is_stop = found
+        table, micro_batches, num_pairs, num_tokens, order = found
         assert table["row"].to_pylist() == rows
         assert micro_batches == [[0], [1]]
-        assert (num_pairs, num_tokens, is_stop) == (4, 22, False)
+        assert (num_pairs, num_tokens, order) == (4, 22, "go on")
         pairs = pairs_of(table)
         assert [pair.prompt_ids.tolist() for pair in pairs] == [[row] for row in rows]
         assert [pair.margin for pair in pairs] == [row / 2 for row in rows]
 
 
 def test_all_ranks_learn_with_the_same_step_that_they_are_to_stop():
-    asked = iter([False, True])
+    orders: list[Order] = ["go on", "stop"]
+    asked = iter(orders)
     dataset: Any = FakeDataset(rows_of(range(8)))
     feeder = Feeder(dataset, FeedPlan(batch_size=4), lambda: next(asked))
     ahead = [feeder.share(0, 2, 0, step, CUTTING) for step in (0, 1)]
     behind = [feeder.share(1, 2, 0, step, CUTTING) for step in (0, 1)]
     assert [[found and found[-1] for found in rank] for rank in (ahead, behind)] == [
-        [False, True]
+        ["go on", "stop"]
     ] * 2
 
 

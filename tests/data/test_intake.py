@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rayrm.config.loader import load_config
 from rayrm.config.schema import Source
-from rayrm.data.intake import check_reports, eval_names, label_sources
+from rayrm.data.intake import check_reports, check_unchanged, eval_names, label_sources
 from rayrm.data.pipeline import PAIR_SCHEMA
 from rayrm.data.report import DataReport
 from rayrm.errors import DataError
@@ -77,12 +77,13 @@ def test_rows_that_are_handed_over_take_the_place_of_the_configured():
     assert eval_names(config, {"eval": {"b": []}}) == {"eval_b": []}
 
 
-def report_of(*reasons: str | None) -> DataReport:
+def report_of(*reasons: str | None, digest: int = 0) -> DataReport:
     """The account of one file, a row a reason; None is a kept pair."""
     rows: list[dict[str, Any]] = [
-        {"file": 0, "row": row, "reason": reason, "detail": f"it is {reason}", "raw": b"{}"}
+        {"file": 0, "row": row, "digest": digest}
+        | {"reason": reason, "detail": f"it is {reason}", "raw": b"{}"}
         if reason
-        else {"file": 0, "row": row, "margin": 0.0}
+        else {"file": 0, "row": row, "digest": digest, "margin": 0.0}
         | dict.fromkeys(("prompt_length", "chosen_length", "rejected_length"), 2)
         for row, reason in enumerate(reasons)
     ]
@@ -123,3 +124,20 @@ def test_what_is_dropped_of_usable_data_is_said(caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records] == [
         "data.train: 3 of 4 rows dropped (2 tie, 1 too_long); see run/dropped"
     ]
+
+
+def test_a_run_goes_on_with_the_rows_that_it_had():
+    reports = {"train": report_of(None, None, digest=5)}
+    check_unchanged(reports, report_of(None, None, digest=5).as_dict())
+    check_unchanged(reports, {})  # nothing is known of a first start
+
+
+def test_rows_that_changed_since_the_first_start_are_refused():
+    reports = {"train": report_of(None), "eval_b": report_of(None, "tie", digest=6)}
+    before = {"x": report_of(None, digest=5).as_dict()["x"]}
+    with pytest.raises(
+        DataError, match=r"^data\.eval\.b: x has changed .*\(1 rows then, 2 now\).*run\.name$"
+    ):
+        check_unchanged({"eval_b": reports["eval_b"]}, before)
+    with pytest.raises(DataError, match=r"^data\.train: x has changed"):
+        check_unchanged(reports, before)

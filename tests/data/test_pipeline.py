@@ -111,6 +111,16 @@ def test_no_rows_are_an_empty_table(model_json: str):
     assert (table.num_rows, table.schema) == (0, PAIR_SCHEMA)
 
 
+def test_a_digest_tells_every_text_at_every_place(model_json: str):
+    other = TEXTS | {"rejected": " Eight."}
+    broken = TEXTS | {"rejected": None}
+    first, again = (tokenize(model_json, [TEXTS, other, TEXTS, broken]) for _ in range(2))
+    digests = first["digest"].to_pylist()
+    assert digests == again["digest"].to_pylist()
+    assert len(set(digests)) == 4
+    assert tokenize(model_json, [other])["digest"].to_pylist()[0] not in digests
+
+
 def as_lists(pairs: list[TokenizedPair]) -> list[tuple[list[int], list[int], list[int], float]]:
     return [
         (x.prompt_ids.tolist(), x.chosen_ids.tolist(), x.rejected_ids.tolist(), x.margin)

@@ -10,11 +10,12 @@ from rayrm.data.report import DataReport
 
 def kept(file: int, row: int, prompt: int, chosen: int, rejected: int, **more: Any) -> dict:
     lengths = {"prompt_length": prompt, "chosen_length": chosen, "rejected_length": rejected}
-    return {"file": file, "row": row, "margin": 0.0, **lengths, **more}
+    return {"file": file, "row": row, "margin": 0.0, "digest": 1 << 63, **lengths, **more}
 
 
 def dropped(file: int, row: int, reason: str, raw: bytes = b"{}") -> dict[str, Any]:
-    return {"file": file, "row": row, "reason": reason, "detail": f"it is a {reason}", "raw": raw}
+    told = {"reason": reason, "detail": f"it is a {reason}", "raw": raw}
+    return {"file": file, "row": row, "digest": 1, **told}
 
 
 def report_of(*tables: list[dict[str, Any]]) -> DataReport:
@@ -37,6 +38,7 @@ def test_every_number_of_a_source():
         "dropped_rows_kept": 3,
         "negative_margins": 1,
         "tokens": {"total": 48, "mean_per_side": 8.0, "longest_side": 21, "longest_pair": 22},
+        "fingerprint": "8000000000000003",  # of 3 * 2**63 + 3, what fits into 64 bits
         "shared_prompt_share": 6 / 48,
     }
 
@@ -50,6 +52,7 @@ def test_a_source_without_rows_is_told_as_well():
         "dropped_rows_kept": 0,
         "negative_margins": 0,
         "tokens": {"total": 0, "mean_per_side": 0.0, "longest_side": 0, "longest_pair": 0},
+        "fingerprint": "0000000000000000",
         "shared_prompt_share": 0.0,
     }
 

@@ -227,10 +227,14 @@ def test_updates_that_are_not_finite_are_counted_and_training_goes_on():
     assert (progress.step, progress.skipped_steps) == (6, 4)
 
 
-def test_three_in_a_row_stop_the_run_with_the_rows_of_the_last():
+def test_each_skipped_update_is_told_with_its_rows_and_three_in_a_row_stop_the_run():
     engine, progress = FakeEngine(not_applied=(2, 4, 5, 6)), Progress()
-    with pytest.raises(RayrmError, match=r"3 updates in a row .*step 6, rows file:row 0:4, 0:5\)"):
-        run(engine, progress, num_steps=9)
+    told: list[list[tuple[int, int]] | None] = []
+    steps = training_steps(engine, FakeShard(), LOSS, progress, num_steps=9, steps_per_epoch=3)
+    with pytest.raises(RayrmError, match=r"3 updates in a row .*the last at step 6"):
+        told.extend(step.rows_without_update for step in steps)
+    rows = [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(0, 4), (0, 5)]]
+    assert told == [None, rows[1], None, rows[0], rows[1], rows[2]]
     assert progress.skipped_steps == 4
 
 

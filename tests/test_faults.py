@@ -1,0 +1,177 @@
+"""Whatever is killed, the run ends as the undisturbed one: bit by bit, each pair once an epoch."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.test_fit_workers import NUM_PAIRS, config_for, text_rows, training_lines
+
+pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
+
+NUM_EPOCHS = 6
+NUM_STEPS = NUM_EPOCHS * 4  # 13 pairs, four a step: a tail of one
+KILLED = ("RayTrainWorker", "all RayTrainWorkers", "FeederActor", "TrainController")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in text_rows(NUM_PAIRS)))
+    return path
+
+
+def config_of(base_model: Path, rows: Path, folder: Path, *, workers: int = 2) -> dict[str, Any]:
+    config = config_for(base_model, folder, "run", num_train_epochs=NUM_EPOCHS, save_steps=3)
+    config["data"]["train"] = str(rows)
+    config["scaling"] = {"num_workers": workers, "max_failures": 20}
+    return config
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    ray_session: None, base_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run on two workers."""
+    import rayrm
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return Path(rayrm.fit(config_of(base_model, rows, folder)).run_dir)
+
+
+def assert_same_steps(run_dir: Path, expected: Path) -> None:
+    """Each step once and in order, with the numbers of the expected run."""
+    ours, theirs = training_lines(run_dir), training_lines(expected)
+    assert [line["step"] for line in ours] == list(range(1, NUM_STEPS + 1))
+    for one, two in zip(ours, theirs, strict=True):
+        for name in ("loss", "accuracy", "margin", "min_reward", "max_reward", "num_tokens"):
+            assert one[name] == pytest.approx(two[name], abs=1e-5), (one["step"], name)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+    told = json.loads((run_dir / "result.json").read_text())
+    assert told["pairs"] == NUM_EPOCHS * NUM_PAIRS
+
+
+def weights_of(run_dir: Path) -> bytes:
+    return (run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def test_one_worker_takes_the_steps_of_two(
+    undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_of(base_model, rows, tmp_path, workers=1)
+    config["train"]["max_tokens_per_micro_batch"] = 128  # and cuts its shares differently
+    run_dir = Path(rayrm.fit(config).run_dir)
+    assert_same_steps(run_dir, undisturbed)
+    lines = training_lines(run_dir)
+    assert [line["loss"] for line in lines[:4]] != [line["loss"] for line in lines[4:8]]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+)
+def test_a_run_of_which_actors_are_killed_ends_as_the_undisturbed_one(
+    seed: int, undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    rng = random.Random(seed)
+    victims = ["FeederActor", "RayTrainWorker"] if seed == 0 else rng.sample(KILLED, 2)
+    at = sorted(rng.sample(range(2, NUM_STEPS - 2), 2))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    killer = threading.Thread(target=kill_one_after_the_other, args=(victims, at, metrics))
+    killer.start()
+    run_dir = Path(rayrm.fit(config_of(base_model, rows, tmp_path)).run_dir)
+    killer.join()
+    assert_same_steps(run_dir, undisturbed)
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    resumed = json.loads((run_dir / "result.json").read_text())["resumed"]
+    assert resumed == (1 if seed == 0 else resumed)  # of the feeder nobody heard
+
+
+def kill_one_after_the_other(victims: list[str], at: list[int], metrics: Path) -> None:
+    """Kill actors of this process's Ray, each once a line of metrics for its step is there."""
+    for name, step in zip(victims, at, strict=True):
+        wait_for_line(metrics, step)
+        actors = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if name.removeprefix("all ").removesuffix("s") in " ".join(process.cmdline())
+        ]
+        for actor in actors if name.startswith("all") else actors[-1:]:
+            os.kill(actor.pid, signal.SIGKILL)
+
+
+def wait_for_line(metrics: Path, number: int) -> None:
+    """Wait until so many lines are there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= number:
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"{metrics} has no line {number}")
+
+
+def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_workers(
+    undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_of(base_model, rows, tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(config))
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "rayrm.train", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+    )
+    started = psutil.Process(driver.pid)
+    try:
+        wait_for_line(tmp_path / "run" / "metrics.jsonl", 8)
+        workers = [
+            process
+            for process in started.children(recursive=True)
+            if "RayTrainWorker" in " ".join(process.cmdline())
+        ]
+    finally:
+        driver.kill()
+        driver.wait()
+    assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    assert not (tmp_path / "run" / "result.json").exists()
+    config["scaling"]["num_workers"] = 1
+    run_dir = Path(rayrm.fit(config).run_dir)
+    assert_same_steps(run_dir, undisturbed)
+    assert json.loads((run_dir / "result.json").read_text())["resumed"] == 1
+
+
+def test_rows_that_changed_since_the_first_start_are_refused(
+    undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    import rayrm
+
+    shutil.copytree(undisturbed, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    other = tmp_path / "train.jsonl"
+    other.write_text(rows.read_text().replace("The answer is 3", "The answer is 4"))
+    config = config_of(base_model, other, tmp_path)
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    recorded["data"]["train"][0]["path"] = str(other)
+    recorded["run"]["output_dir"] = str(tmp_path)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(recorded))
+    with pytest.raises(rayrm.DataError, match=r"^data\.train: train has changed since this run"):
+        rayrm.fit(config)
