@@ -110,7 +110,7 @@ def _time_bare(config: Any, folder: str) -> float:
         bare_loop,
         train_loop_config={
             "config": config.model_dump(mode="json"),
-            "feed": Feed.start(streams["train"].dataset, plan),
+            "feed": Feed.start(streams["train"], plan),
         },
         scaling_config=ScalingConfig(
             num_workers=1, use_gpu=resources.use_gpu, resources_per_worker=resources.per_worker

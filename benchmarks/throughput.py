@@ -3,10 +3,10 @@
     python benchmarks/throughput.py MODEL DATA_FILE [--batch-size 8] [--steps 3] [--lora]
 
 Both train the same weights on the same pairs (tokenized once, by rayrm) in the same order, with the
-same optimizer and effective batch. Each side is a process of its own, and takes two optimizer steps
-on the longest batch first, which are not counted: with them its memory is at its peak, and what a
-kernel charges for memory that is touched for the first time is paid. Since batches differ in
-length, the times of all others are added up. The sides:
+same optimizer and effective batch. Each side is a process of its own, and goes through all batches
+twice before those that count: a kernel charges for memory that is touched for the first time, and a
+process takes some steps to have all that it needs. Since batches differ in length, their times are
+added up. The sides:
 
 - ``trl``: TRL's defaults, which recompute activations in backward;
 - ``trl, no checkpointing``: the same without;
@@ -39,7 +39,7 @@ TRL, TRL_PLAIN, OFF, RAYRM = "trl", "trl, no checkpointing", "rayrm, off", "rayr
 PACKED, SHARED, DENSE = "bare, packed", "bare, shared", "bare, dense"
 SIDES = (TRL, TRL_PLAIN, OFF, RAYRM, PACKED, SHARED, DENSE)
 LEARNING_RATE = 1e-5
-WARM_UP_STEPS = 2
+WARM_UP_PASSES = 2
 MAX_TRL_ROWS = 8
 """Pairs of one forward of TRL without checkpointing: more do not fit into a small machine."""
 
@@ -65,13 +65,12 @@ def read_steps(given: argparse.Namespace) -> list[list[Any]]:
     pairs = pairs[:wanted]
     starts = range(0, wanted, given.batch_size)
     steps = [pairs[start : start + given.batch_size] for start in starts]
-    longest = max(steps, key=lambda step: sum(pair.num_tokens for pair in step))
-    return [*[longest] * WARM_UP_STEPS, *steps]
+    return [*steps * WARM_UP_PASSES, *steps]
 
 
 def count_tokens(steps: list[list[Any]]) -> dict[str, int]:
     """Return what padded rows, two full copies, and a prompt computed once take."""
-    counted = steps[WARM_UP_STEPS:]
+    counted = steps[: len(steps) // (WARM_UP_PASSES + 1)]
     return {
         "padded": sum(
             2 * len(step) * max(max(p.chosen_length, p.rejected_length) for p in step)
@@ -146,7 +145,7 @@ def run_trl(spec: dict[str, Any]) -> dict[str, float]:
             peft_config=lora if spec["lora"] else None,
         )
         trainer.train()
-    return {"seconds": sum(clock.seconds[WARM_UP_STEPS:]), "peak_memory": _peak_memory()}
+    return {"seconds": sum(clock.seconds[-spec["steps"] :]), "peak_memory": _peak_memory()}
 
 
 def run_rayrm(spec: dict[str, Any]) -> dict[str, float]:
@@ -184,7 +183,7 @@ def run_rayrm(spec: dict[str, Any]) -> dict[str, float]:
         text = Path(result.run_dir, "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines()]
     rates = [line["pairs_per_second"] for line in lines if "loss" in line]
-    seconds = sum(spec["batch_size"] / rate for rate in rates[WARM_UP_STEPS:])
+    seconds = sum(spec["batch_size"] / rate for rate in rates[-spec["steps"] :])
     return {"seconds": seconds, "peak_memory": max(peak, default=0.0)}
 
 
@@ -264,7 +263,7 @@ def _time_steps(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return sum(seconds[WARM_UP_STEPS:])
+    return sum(seconds[len(seconds) * WARM_UP_PASSES // (WARM_UP_PASSES + 1) :])
 
 
 def _peak_memory() -> float:

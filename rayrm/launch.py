@@ -6,9 +6,9 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -23,7 +23,6 @@ from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig
 from rayrm.data.feed import Feed, FeedPlan
 from rayrm.data.intake import TRAIN, check_reports, check_unchanged, hold_eval_sets, open_streams
-from rayrm.data.pipeline import PairStream
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.preflight import check_before_start, with_absolute_paths
@@ -89,7 +88,11 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         streams = open_streams(config, handed, cpus_per_task=resources.cpus_per_task)
         logger.info("reading the rows once, to account for each")
         streams = hold_eval_sets(streams)
-        reports = {name: stream.survey() for name, stream in streams.items()}
+        plans = _feed_plans(config, streams)
+        reports = {
+            name: stream.survey(rows_a_mark=plans[name].rows_a_mark)
+            for name, stream in streams.items()
+        }
     except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
         raise error.cause if isinstance(error.cause, RayrmError) else error from None
     if folder.has_entries(_CHECKPOINTS, prefix="checkpoint_"):
@@ -102,7 +105,13 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     if num_steps < 0:
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
     board: Any = ray.remote(num_cpus=0)(Board).remote(config.train.save_minutes)
-    feeds = _start_feeds(config, streams, board)
+    feeds = {
+        name: Feed.start(
+            stream, replace(plans[name], marks=tuple(reports[name].marks)), order=OrderOf(board)
+        )
+        for name, stream in streams.items()
+    }
+    feeds[TRAIN].read_ahead()
     job = Job(
         config=dump_config(config),
         run_dir=folder.url,
@@ -179,22 +188,14 @@ def _run_id(folder: RunFolder) -> str:
     return known["wandb_run_id"]
 
 
-def _start_feeds(
-    config: RunConfig, streams: Mapping[str, PairStream], board: Any
-) -> dict[str, Feed]:
-    """Start an actor a data set; the training rows are read ahead while the workers load."""
+def _feed_plans(config: RunConfig, streams: Iterable[str]) -> dict[str, FeedPlan]:
     plans = dict.fromkeys(streams, FeedPlan(_EVAL_PAIRS_A_STEP))
     plans[TRAIN] = FeedPlan(
         batch_size=config.train.batch_size,
         seed=config.run.seed if config.data.shuffle else None,
         buffer_size=config.data.shuffle_buffer_size,
     )
-    feeds = {
-        name: Feed.start(stream.dataset, plans[name], order=OrderOf(board))
-        for name, stream in streams.items()
-    }
-    feeds[TRAIN].read_ahead()
-    return feeds
+    return plans
 
 
 def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(base_model: Path, rows: Path, folder: Path, *, workers: int = 2) -> dict[str, Any]:
     config = config_for(base_model, folder, "run", num_train_epochs=NUM_EPOCHS, save_steps=3)
     config["data"]["train"] = str(rows)
+    config["tracking"]["log_rows"] = True
     config["scaling"] = {"num_workers": workers, "max_failures": 20}
     return config
 
@@ -58,6 +61,18 @@ def assert_same_steps(run_dir: Path, expected: Path) -> None:
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
     told = json.loads((run_dir / "result.json").read_text())
     assert told["pairs"] == NUM_EPOCHS * NUM_PAIRS
+    assert_each_row_once_an_epoch(run_dir)
+
+
+def assert_each_row_once_an_epoch(run_dir: Path) -> None:
+    """Count what the workers noted themselves."""
+    trained: Counter[tuple[int, int]] = Counter()
+    for file in (run_dir / "rows").glob("worker-*.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            epoch = (line["step"] - 1) * NUM_EPOCHS // NUM_STEPS
+            trained.update((epoch, row) for _, row in line["rows"])
+    expected = [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_PAIRS)]
+    assert trained == Counter(expected)
 
 
 def weights_of(run_dir: Path) -> bytes:
@@ -157,21 +172,42 @@ def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_workers(
     assert json.loads((run_dir / "result.json").read_text())["resumed"] == 1
 
 
+def unfinished_copy(
+    undisturbed: Path, base_model: Path, rows: Path, folder: Path
+) -> dict[str, Any]:
+    """Copy a run without its result, as if it had been stopped, and return its configuration."""
+    shutil.copytree(undisturbed, folder / "run")
+    (folder / "run" / "result.json").unlink()
+    recorded = json.loads((folder / "run" / "config.json").read_text())
+    recorded["data"]["train"][0]["path"] = str(rows)
+    recorded["run"]["output_dir"] = str(folder)
+    (folder / "run" / "config.json").write_text(json.dumps(recorded))
+    return config_of(base_model, rows, folder)
+
+
 def test_rows_that_changed_since_the_first_start_are_refused(
     undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     import rayrm
 
-    shutil.copytree(undisturbed, tmp_path / "run")
-    (tmp_path / "run" / "result.json").unlink()
     other = tmp_path / "train.jsonl"
     other.write_text(rows.read_text().replace("The answer is 3", "The answer is 4"))
-    config = config_of(base_model, other, tmp_path)
-    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
-    recorded["data"]["train"][0]["path"] = str(other)
-    recorded["run"]["output_dir"] = str(tmp_path)
-    (tmp_path / "run" / "config.json").write_text(json.dumps(recorded))
+    config = unfinished_copy(undisturbed, base_model, other, tmp_path)
     with pytest.raises(rayrm.DataError, match=r"^data\.train: train has changed since this run"):
         rayrm.fit(config)
+
+
+def test_a_checkpoint_that_was_cut_short_is_named_and_nothing_else_is_touched(
+    undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = unfinished_copy(undisturbed, base_model, rows, tmp_path)
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("checkpoint_2*"))
+    assert len(checkpoints) == 2
+    for number in range(2):
+        state = checkpoints[-1] / f"state-{number:05d}-of-00002.safetensors"
+        state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+    with pytest.raises(rayrm.CheckpointError, match=rf"{checkpoints[-1].name}: cannot be read"):
+        rayrm.fit(config)
+    assert sorted((tmp_path / "run" / "checkpoints").glob("checkpoint_2*")) == checkpoints

@@ -12,9 +12,10 @@ from tests.worlds import in_world
 
 pytestmark = pytest.mark.deepspeed
 
+LORA = "stage 3, lora, bfloat16"
 CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"zero": {"stage": 3}, "model": {"dtype": "float32"}},
-    "stage 3, lora, bfloat16": {
+    LORA: {
         "zero": {"stage": 3},
         "model": {"dtype": "bfloat16", "lora": {"r": 3, "lora_dropout": 0.1}},
     },
@@ -22,31 +23,46 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"zero": {"stage": 1}, "model": {"dtype": "float32"}},
     "stage 0": {"zero": {"stage": 0}, "model": {"dtype": "float32"}},
 }
+FOREIGN = [("stage 3", LORA), (LORA, "stage 3"), ("stage 0", "nothing")]
+"""A model, and the checkpoint that it is to load."""
 SAVED_AT, NUM_STEPS = 2, 5
 
 
-def train(job: dict[str, Any]) -> dict[str, list[list[float]]]:
-    """Return each case's losses, in the ways that are asked for: from the start, or resumed."""
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Return each case's losses, in the ways that are asked for, and what is told of foreign state.
+
+    Ways are from the start (false), or resumed (true).
+    """
     place = Path(job["folder"])
-    return {
-        name: [losses_of(case, place, resume=resume) for resume in job["resume"]]
+    losses = {
+        name: [losses_of(case, place / name, resume=resume) for resume in job["resume"]]
         for name, case in CASES.items()
     }
+    return {"losses": losses, "foreign": [told_of(*names, place) for names in FOREIGN]}
 
 
-def losses_of(case: dict[str, Any], place: Path, *, resume: bool) -> list[float]:
+def told_of(model: str, checkpoint: str, place: Path) -> str:
+    """Return the error of loading one case's checkpoint into the model of another."""
+    from rayrm.errors import CheckpointError
+
+    with pytest.raises(CheckpointError) as error:
+        losses_of(CASES[model], place / checkpoint, resume=True)
+    return str(error.value)
+
+
+def losses_of(case: dict[str, Any], checkpoint: Path, *, resume: bool) -> list[float]:
     from rayrm.config.schema import RunConfig
     from rayrm.data.plan import Cutting, PairLengths, plan_step
     from rayrm.model.tokenizer import load_tokenizer
     from rayrm.training.engine import Engine
     from rayrm.training.loop import pair_losses
 
-    model = {"name_or_path": str(place / "model"), **case["model"]}
+    model = {"name_or_path": str(checkpoint.parent / "model"), **case["model"]}
     train = {"learning_rate": 1e-2, "warmup_ratio": 0.4}
     config = RunConfig.model_validate({"model": model, "zero": case["zero"], "train": train})
     engine = Engine(config, load_tokenizer(config.model), num_steps=NUM_STEPS)
+    engine.leave_zero()  # the next case's model may be under another stage
     engine.cutting = Cutting(engine.cutting.layout, 60)
-    checkpoint = place / "checkpoints" / str(list(CASES.values()).index(case))
     os.makedirs(checkpoint, exist_ok=True)
     if resume:
         engine.load(str(checkpoint), world_size=2)
@@ -66,7 +82,6 @@ def losses_of(case: dict[str, Any], place: Path, *, resume: bool) -> list[float]
             engine.backward(loss, ends_step=index == len(mine) - 1)
             total += float(loss)
         losses.append(sum(engine.gather_objects(total)))
-    engine.leave_zero()
     return losses
 
 
@@ -75,11 +90,16 @@ def test_losses_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "resume": [False, True]}
     on_two = in_world(train, job, num_ranks=2, folder=tmp_path)
     on_three = in_world(train, job | {"resume": [True]}, num_ranks=3, folder=tmp_path)
-    for name, (undisturbed, resumed) in on_two.items():
+    for name, (undisturbed, resumed) in on_two["losses"].items():
         expected = undisturbed[SAVED_AT:]
         assert expected[-1] != expected[0]
         assert resumed == expected, name  # bit by bit, dropout included
         if "dropout" not in str(CASES[name]):
             tolerance = 2e-2 if "bfloat16" in name else 1e-5
-            found = on_three[name][0]
+            found = on_three["losses"][name][0]
             assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), name
+    lora, full, nothing = on_two["foreign"]
+    assert "is missing, and [" in lora
+    assert "of another model; give another run.name" in lora
+    assert "is missing, and [" in full
+    assert "cannot be read" in nothing

@@ -347,6 +347,8 @@ class TrackingSection(Section):
 
     wandb: WandbSection | None = WandbSection()
     """Weights & Biases, or null."""
+    log_rows: bool = False
+    """Also write rows/, where each worker notes the rows of its every step."""
 
 
 class RunConfig(Section):

@@ -8,15 +8,16 @@ make shards equal, and every rank knows how many forwards the others run.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import ceil
 from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 import ray
-import ray.data
 
-from rayrm.data.pipeline import pairs_of
+from rayrm.data.pipeline import PairStream, pairs_of
 from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
+from rayrm.data.report import FIRST_ROW, Mark, RowId
 from rayrm.data.tokenize import TokenizedPair
 
 _COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
@@ -42,6 +43,24 @@ class FeedPlan:
     """Seed of the order; null keeps the order of the sources."""
     buffer_size: int = 1
     """Source rows that are shuffled among each other."""
+    marks: tuple[Mark, ...] = ()
+    """Where the stream may be entered; each stretch is of whole buffers."""
+
+    @property
+    def rows_a_mark(self) -> int:
+        """Rows of a stretch: some ten thousand, in whole buffers."""
+        return self.buffer_size * ceil(10_000 / self.buffer_size)
+
+    def entry(self, step: int) -> tuple[RowId, int]:
+        """Return the row to read from for ``step``, and the pairs to leave out from there on."""
+        left_out = step * self.batch_size
+        first = FIRST_ROW
+        for mark in self.marks:
+            first = mark.first
+            if left_out < mark.num_pairs or mark is self.marks[-1]:
+                break
+            left_out -= mark.num_pairs
+        return first, left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +80,12 @@ class StepShare:
     """What every rank is to do after this step."""
 
 
-def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Iterator[pa.Table]:
+def steps_of(
+    tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int, left_out: int = 0
+) -> Iterator[pa.Table]:
     """Yield the steps of an epoch: tables of ``batch_size`` kept rows, the last one shorter.
+
+    The first ``left_out`` pairs are not in them.
 
     The order depends on seed, epoch and the rows' places alone. It is drawn within windows of
     ``buffer_size`` source rows: those whose kept rows go together through the shuffle.
@@ -73,6 +96,9 @@ def steps_of(tables: Iterable[pa.Table], plan: FeedPlan, *, epoch: int) -> Itera
         kept = window.filter(window["reason"].is_null()).select(_COLUMNS)
         if plan.seed is not None:
             kept = kept.take(np.argsort(_keys(kept, plan.seed, epoch), kind="stable"))
+        num_passed = min(left_out, kept.num_rows)
+        left_out -= num_passed
+        kept = kept.slice(num_passed)
         waiting.append(kept)
         num_waiting += kept.num_rows
         if num_waiting >= plan.batch_size:
@@ -130,12 +156,12 @@ class Feeder:
 
     def __init__(
         self,
-        dataset: ray.data.Dataset,
+        stream: PairStream,
         plan: FeedPlan,
         order: Callable[[], Order] = go_on,
     ) -> None:
         """``order`` is called once a step: all ranks then learn it with the same step."""
-        self._dataset = dataset
+        self._stream = stream
         self._order = order
         self._plan = plan
         self._num_ranks = 0
@@ -147,7 +173,7 @@ class Feeder:
 
     def read_ahead(self) -> None:
         """Have the first rows of the first epoch tokenized while the workers load."""
-        self._start(0)
+        self._start(0, 0)
         first = self._draw()
         self._steps = self._steps if first is None else chain([first], self._steps)
 
@@ -163,24 +189,26 @@ class Feeder:
         is_dealt = step < self._next_step
         is_there = (rank, step) in self._shares and num_ranks == self._num_ranks
         if epoch != self._epoch or (is_dealt and not is_there):
-            self._start(epoch)
+            self._start(epoch, step)
         self._num_ranks = num_ranks
         while self._next_step <= step:
             table = self._draw()
             if table is None:
                 self._num_steps[epoch] = self._next_step
                 return None
-            if self._next_step == step:  # earlier ones are steps that a resumed run has taken
+            if self._next_step == step:  # earlier ones were read ahead
                 self._deal(table, step, cutting)
             self._next_step += 1
         return self._shares.pop((rank, step))
 
-    def _start(self, epoch: int) -> None:
-        tables = self._dataset.iter_batches(
+    def _start(self, epoch: int, step: int) -> None:
+        """Begin an epoch at a step; rows of steps that were taken before are not tokenized."""
+        first, left_out = self._plan.entry(step)
+        tables = self._stream.dataset(first).iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=2
         )
-        self._steps = steps_of(tables, self._plan, epoch=epoch)
-        self._epoch, self._next_step, self._shares = epoch, 0, {}
+        self._steps = steps_of(tables, self._plan, epoch=epoch, left_out=left_out)
+        self._epoch, self._next_step, self._shares = epoch, step, {}
 
     def _draw(self) -> pa.Table | None:
         try:
@@ -210,7 +238,7 @@ class Feeder:
 class Recipe:
     """What a feeder is made of, anew if it has to be."""
 
-    dataset: ray.ObjectRef
+    stream: ray.ObjectRef
     plan: FeedPlan
     order: Callable[[], Order]
 
@@ -231,7 +259,7 @@ class FeederActor:
 
     def _open(self, recipe: Recipe) -> Feeder:
         if self._feeder is None:
-            self._feeder = Feeder(ray.get(recipe.dataset), recipe.plan, recipe.order)
+            self._feeder = Feeder(ray.get(recipe.stream), recipe.plan, recipe.order)
         return self._feeder
 
 
@@ -245,18 +273,18 @@ class Feed:
     @classmethod
     def start(
         cls,
-        dataset: ray.data.Dataset,
+        stream: PairStream,
         plan: FeedPlan,
         *,
         order: Callable[[], Order] = go_on,
     ) -> Self:
-        """Start the actor that cuts ``dataset`` into steps; Ray restarts one that is lost.
+        """Start the actor that cuts ``stream`` into steps; Ray restarts one that is lost.
 
         Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank
         gets depends on block boundaries.
         """
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(FeederActor)
-        return cls(actor.remote(), Recipe(ray.put(dataset), plan, order))
+        return cls(actor.remote(), Recipe(ray.put(stream), plan, order))
 
     def read_ahead(self) -> None:
         """Have the first rows tokenized while the workers load; returns at once."""

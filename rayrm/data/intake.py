@@ -53,10 +53,7 @@ def open_streams(
 
 def hold_eval_sets(streams: Mapping[str, PairStream]) -> dict[str, PairStream]:
     """Keep evaluation sets tokenized in the object store, since they are read many times."""
-    return {
-        name: stream if name == TRAIN else PairStream(stream.files, stream.dataset.materialize())
-        for name, stream in streams.items()
-    }
+    return {name: stream if name == TRAIN else stream.held() for name, stream in streams.items()}
 
 
 def check_reports(reports: Mapping[str, DataReport], config: RunConfig, *, kept_in: str) -> None:

@@ -13,7 +13,7 @@ import ray.data
 from rayrm.config.schema import DataSection, ModelSection
 from rayrm.data.formats import parse_line
 from rayrm.data.pairs import Drop, Pair
-from rayrm.data.report import DataReport
+from rayrm.data.report import FIRST_ROW, DataReport, RowId
 from rayrm.data.sources import RawRows, RowFile
 from rayrm.data.tokenize import PairTokenizer, TokenizedPair
 from rayrm.errors import DataError
@@ -43,17 +43,46 @@ _ROWS_A_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class PairStream:
-    """Tokenized rows of one data set, in the order of their sources: a lazy Ray data set."""
+    """Tokenized rows of one data set, in the order of their sources: lazy Ray data sets."""
 
     files: tuple[RowFile, ...]
-    dataset: ray.data.Dataset
+    rows: ray.data.Dataset
+    """Of ``RAW_SCHEMA``; of ``PAIR_SCHEMA`` where they are held."""
+    tokenize: partial[pa.Table] | None
+    """Maps the one to the other; null where they are held."""
+    num_cpus: float = 1.0
+    """Logical CPUs of one tokenizing task."""
 
-    def survey(self) -> DataReport:
+    def dataset(self, first: RowId = FIRST_ROW) -> ray.data.Dataset:
+        """Return the tokenized rows from ``first`` on; those before it are not tokenized."""
+        if self.tokenize is None and first == FIRST_ROW:
+            return self.rows
+        if self.tokenize is None:
+            return self.rows.map_batches(partial(_rows_from, first=first), batch_format="pyarrow")
+        return self.rows.map_batches(
+            partial(self.tokenize, first=first),
+            batch_size=_ROWS_A_BATCH,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            num_cpus=self.num_cpus,
+        )
+
+    def held(self) -> "PairStream":
+        """Return the same rows, tokenized once and kept in the object store."""
+        return PairStream(self.files, self.dataset().materialize(), tokenize=None)
+
+    def survey(self, *, rows_a_mark: int = 10_000) -> DataReport:
         """Stream all rows once and account for each; memory does not grow with their number."""
-        report = DataReport([f.source for f in self.files], [f.path for f in self.files])
+        report = DataReport(
+            [f.source for f in self.files],
+            [f.path for f in self.files],
+            rows_a_mark=rows_a_mark,
+        )
         counted = [name for name in PAIR_SCHEMA.names if name not in _ID_COLUMNS]
-        batches: Any = self.dataset.select_columns(counted).iter_batches(
-            batch_size=None, batch_format="pyarrow"
+        batches: Any = (
+            self.dataset()
+            .select_columns(counted)
+            .iter_batches(batch_size=None, batch_format="pyarrow")
         )
         for table in batches:
             if table.num_rows:
@@ -74,20 +103,27 @@ def tokenize_rows(
         max_length=data.max_length,
         columns=data.columns,
     )
-    dataset = rows.map_batches(
-        tokenize,
-        batch_size=_ROWS_A_BATCH,
-        batch_format="pyarrow",
-        zero_copy_batch=True,
-        num_cpus=num_cpus,
-    )
-    return PairStream(raw.files, dataset)
+    return PairStream(raw.files, rows, tokenize, num_cpus)
+
+
+def _rows_from(table: pa.Table, *, first: RowId) -> pa.Table:
+    if first == FIRST_ROW:
+        return table
+    file, row = table["file"].to_numpy(), table["row"].to_numpy()
+    is_wanted = (file > first[0]) | ((file == first[0]) & (row >= first[1]))
+    return table.filter(pa.array(is_wanted))
 
 
 def tokenize_table(
-    table: pa.Table, *, model_json: str, max_length: int, columns: dict[str, str]
+    table: pa.Table,
+    *,
+    model_json: str,
+    max_length: int,
+    columns: dict[str, str],
+    first: RowId = FIRST_ROW,
 ) -> pa.Table:
-    """Map a table of ``RAW_SCHEMA`` to one of ``PAIR_SCHEMA``, a row a row."""
+    """Map a table of ``RAW_SCHEMA`` to one of ``PAIR_SCHEMA``, a row from ``first`` on a row."""
+    table = _rows_from(table, first=first)
     raw: list[bytes] = table["raw"].to_pylist()
     pairs = [_parse(text, columns) for text in raw]
     outcomes = _pair_tokenizer(model_json, max_length).tokenize(pairs)

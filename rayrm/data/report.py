@@ -12,6 +12,19 @@ MAX_KEPT_ROWS = 1_000
 """Dropped rows of one source that are kept with their text; all are counted."""
 
 
+RowId = tuple[int, int]
+"""Number of a row's file, and its place in it."""
+FIRST_ROW: RowId = (0, 0)
+
+
+@dataclass
+class Mark:
+    """A stretch of source rows: where it begins, and how many pairs it holds."""
+
+    first: RowId
+    num_pairs: int
+
+
 @dataclass
 class SourceReport:
     """What became of the rows of one source."""
@@ -55,14 +68,19 @@ class SourceReport:
 class DataReport:
     """Adds up tokenized tables (columns of ``rayrm.data.pipeline.PAIR_SCHEMA``) by source."""
 
-    def __init__(self, sources: list[str], paths: list[str]) -> None:
+    def __init__(self, sources: list[str], paths: list[str], *, rows_a_mark: int = 10_000) -> None:
         """``sources`` and ``paths`` name the label and the place of each file number."""
+        self.marks: list[Mark] = []
+        """Stretches of ``rows_a_mark`` rows, by which a stream is entered in the middle."""
+        self._rows_a_mark = rows_a_mark
+        self._rows_since_mark = rows_a_mark
         self._labels = sources
         self.paths = paths
         self.sources = {label: SourceReport() for label in sources}
 
     def add(self, table: pa.Table) -> None:
-        """Count the rows of one table."""
+        """Count the rows of one table; tables come in the order of the rows."""
+        self._mark(table)
         for number in table["file"].unique().to_pylist():
             rows = table.filter(pc.field("file") == number)
             report = self.sources[self._labels[number]]
@@ -71,6 +89,16 @@ class DataReport:
             report.fingerprint = (report.fingerprint + digests) % 2**64
             self._count_kept(report, rows.filter(rows["reason"].is_null()))
             self._keep_dropped(report, rows.filter(rows["reason"].is_valid()), number)
+
+    def _mark(self, table: pa.Table) -> None:
+        while table.num_rows:
+            if self._rows_since_mark == self._rows_a_mark:
+                self.marks.append(Mark((table["file"][0].as_py(), table["row"][0].as_py()), 0))
+                self._rows_since_mark = 0
+            part = table.slice(0, self._rows_a_mark - self._rows_since_mark)
+            self.marks[-1].num_pairs += part["reason"].null_count
+            self._rows_since_mark += part.num_rows
+            table = table.slice(part.num_rows)
 
     def _count_kept(self, report: SourceReport, kept: pa.Table) -> None:
         if kept.num_rows == 0:

@@ -9,7 +9,7 @@ from rayrm.model.metrics import PairStats
 from rayrm.training.engine import Engine
 from rayrm.training.evaluate import reduce_stats
 from rayrm.training.loop import Progress, StepResult
-from rayrm.training.tracking import SKIPPED, Tracker
+from rayrm.training.tracking import SKIPPED, RowLog, Tracker
 
 
 class Journal:
@@ -24,12 +24,14 @@ class Journal:
         board: Any,
         steps_per_epoch: int,
         files: Sequence[str],
+        row_log: RowLog | None,
     ) -> None:
         """``tracker`` is null on all ranks but the first; ``board`` shows lines to the driver.
 
         ``files`` are the places of the training rows.
         """
         self._files = files
+        self._row_log = row_log
         self._engine = engine
         self._progress = progress
         self._tracker = tracker
@@ -49,6 +51,8 @@ class Journal:
         self._stats = self._stats + step.stats
         self._seconds += step.seconds
         self._learning_rate = step.learning_rate
+        if self._row_log is not None:
+            self._row_log.add(self._progress.step, step.row_ids)
         if step.rows_without_update is not None and self._tracker is not None:
             self._write_skipped(step.rows_without_update)
 
@@ -96,8 +100,12 @@ class Journal:
         """Bring files behind a URL up to date with the checkpoint that follows."""
         if self._tracker is not None:
             self._tracker.sync()
+        elif self._row_log is not None:
+            self._row_log.sync()
 
     def finish_training(self) -> None:
         """Close the tracker; what follows is export."""
+        if self._row_log is not None:
+            self._row_log.sync()
         if self._tracker is not None:
             self._tracker.finish()

@@ -91,6 +91,8 @@ class StepResult:
     """Sums over this rank's pairs, still on the device."""
     pairs: list[TokenizedPair]
     """This rank's pairs."""
+    row_ids: list[tuple[int, int]]
+    """File number and row of each of ``pairs``."""
     learning_rate: float
     seconds: float
     order: Order
@@ -143,7 +145,9 @@ def training_steps(
             progress.seconds += seconds
             if progress.step_in_epoch == steps_per_epoch:
                 progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            yield StepResult(stats, share.pairs, learning_rate, seconds, share.order, skipped)
+            yield StepResult(
+                stats, share.pairs, share.row_ids, learning_rate, seconds, share.order, skipped
+            )
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 raise RayrmError(
                     f"training: {MAX_SKIPPED_IN_A_ROW} updates in a row had a loss or gradient "

@@ -5,7 +5,7 @@ import logging
 import netrc
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,36 @@ METRICS = "metrics.jsonl"
 SKIPPED = "skipped_steps.jsonl"
 """Steps whose update was not applied, with their rows."""
 _TABLE_ROWS = 100
+
+
+class RowLog:
+    """One worker's account of the rows that it trained on, step by step."""
+
+    def __init__(self, folder: RunFolder, *, rank: int, world_size: int, step: int) -> None:
+        """Go on at ``step``: what was noted after the restored checkpoint will come again.
+
+        The first worker sees to the files of workers that are no longer there, too.
+        """
+        self._folder = folder
+        self._name = _row_file(rank)
+        folder.cut_lines(self._name, after_step=step)
+        gone = world_size
+        while rank == 0 and folder.exists(_row_file(gone)):
+            folder.cut_lines(_row_file(gone), after_step=step)
+            gone += 1
+
+    def add(self, step: int, row_ids: Iterable[tuple[int, int]]) -> None:
+        """Note the file number and row of each pair of this worker's share of a step."""
+        rows = [list(row_id) for row_id in row_ids]
+        self._folder.append_json(self._name, {"step": step, "rows": rows})
+
+    def sync(self) -> None:
+        """Bring the file behind a URL up to date."""
+        self._folder.sync()
+
+
+def _row_file(rank: int) -> str:
+    return f"rows/worker-{rank}.jsonl"
 
 
 class Tracker:

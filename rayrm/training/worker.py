@@ -31,7 +31,7 @@ from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
 from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
 from rayrm.training.storage import RunFolder
-from rayrm.training.tracking import Tracker
+from rayrm.training.tracking import RowLog, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,9 @@ def _train(job: Job) -> dict[str, Any] | None:
         board=job.board,
         steps_per_epoch=job.steps_per_epoch,
         files=job.train_files,
+        row_log=RowLog(folder, rank=engine.rank, world_size=engine.world_size, step=progress.step)
+        if config.tracking.log_rows
+        else None,
     )
 
     def save(score: float) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rayrm.data.feed import Feeder, FeedPlan, Order, steps_of
 from rayrm.data.pipeline import PAIR_SCHEMA, pairs_of
 from rayrm.data.plan import Cutting
+from rayrm.data.report import FIRST_ROW, DataReport, RowId
 
 CUTTING = Cutting("padded", 12)
 SHUFFLED = FeedPlan(batch_size=4, seed=7, buffer_size=1000)
@@ -131,20 +132,29 @@ def test_block_boundaries_change_nothing(
     assert all(0 < len(rows) <= batch_size for rows in whole[-1:])
 
 
-class FakeDataset:
-    """Stands for a Ray data set: an epoch is one call of ``iter_batches``."""
+class FakeStream:
+    """Stands for a stream and its Ray data set: an epoch is one call of ``iter_batches``."""
 
     def __init__(self, *tables: pa.Table) -> None:
         self.tables = tables
         self.num_epochs = 0
+        self.num_read = 0
+
+    def dataset(self, first: RowId = FIRST_ROW) -> Any:
+        self.first = first
+        return self
 
     def iter_batches(self, **_: Any) -> Iterator[pa.Table]:
         self.num_epochs += 1
-        return iter(self.tables)
+        for table in self.tables:
+            ids = zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True)
+            later = table.filter(pa.array([row_id >= self.first for row_id in ids], pa.bool_()))
+            self.num_read += later.num_rows
+            yield later
 
 
-def feeder_of(num_rows: int) -> tuple[Feeder, FakeDataset]:
-    dataset: Any = FakeDataset(rows_of(range(num_rows)))
+def feeder_of(num_rows: int) -> tuple[Feeder, FakeStream]:
+    dataset: Any = FakeStream(rows_of(range(num_rows)))
     return Feeder(dataset, SHUFFLED), dataset
 
 
@@ -180,7 +190,7 @@ def test_a_step_holds_the_same_rows_for_any_number_of_ranks(num_ranks: int):
 
 
 def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step():
-    dataset: Any = FakeDataset(rows_of(range(4)))
+    dataset: Any = FakeStream(rows_of(range(4)))
     plan = FeedPlan(batch_size=4)
     feeder = Feeder(dataset, plan)
     # the chosen sides have 2, 3, 4 and 5 tokens, each rejected one has 2
@@ -199,7 +209,7 @@ def test_a_share_is_a_ranks_rows_with_its_micro_batches_and_the_size_of_the_step
 def test_all_ranks_learn_with_the_same_step_that_they_are_to_stop():
     orders: list[Order] = ["go on", "stop"]
     asked = iter(orders)
-    dataset: Any = FakeDataset(rows_of(range(8)))
+    dataset: Any = FakeStream(rows_of(range(8)))
     feeder = Feeder(dataset, FeedPlan(batch_size=4), lambda: next(asked))
     ahead = [feeder.share(0, 2, 0, step, CUTTING) for step in (0, 1)]
     behind = [feeder.share(1, 2, 0, step, CUTTING) for step in (0, 1)]
@@ -262,7 +272,7 @@ def test_reading_ahead_changes_nothing_and_reads_nothing_twice():
     assert epoch_of(empty, epoch=0) == []
 
 
-class BreakingDataset(FakeDataset):
+class BreakingStream(FakeStream):
     """Breaks off after its first table, the first three times."""
 
     def iter_batches(self, **_: Any) -> Iterator[pa.Table]:
@@ -274,7 +284,7 @@ class BreakingDataset(FakeDataset):
 
 
 def test_rows_that_break_off_are_an_error_each_time_and_never_the_end_of_the_epoch():
-    dataset: Any = BreakingDataset(rows_of(range(6)), rows_of(range(6, 10)))
+    dataset: Any = BreakingStream(rows_of(range(6)), rows_of(range(6, 10)))
     feeder = Feeder(dataset, IN_ORDER)
     assert share(feeder, 0, 0, 0) is not None
     for rank in (0, 1, 0):
@@ -323,3 +333,43 @@ def test_ranks_without_rows_get_empty_shares():
 def test_an_empty_set_ends_at_once():
     feeder, _ = feeder_of(0)
     assert [share(feeder, rank, 0, 0) for rank in range(2)] == [None, None]
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    num_rows=st.integers(1, 60),
+    dropped=st.sets(st.integers(0, 60), max_size=20),
+    sizes=st.lists(st.integers(1, 9), min_size=1),
+    batch_size=st.integers(1, 9),
+    buffer_size=st.integers(1, 25),
+    stretch=st.integers(1, 3),
+    seed=st.sampled_from([None, 7]),
+    start=st.integers(0, 12),
+)
+def test_a_stream_that_is_entered_in_the_middle_gives_the_rest_of_the_epoch(
+    num_rows: int,
+    dropped: set[int],
+    sizes: list[int],
+    batch_size: int,
+    buffer_size: int,
+    stretch: int,
+    seed: int | None,
+    start: int,
+):
+    table = rows_of(range(num_rows), dropped=tuple(dropped))
+    report = DataReport(["a"], ["a.jsonl"], rows_a_mark=stretch * buffer_size)
+    for piece in cut(table, sizes):
+        report.add(piece)
+    plan = FeedPlan(batch_size, seed, buffer_size, marks=tuple(report.marks))
+    stream: Any = FakeStream(*cut(table, sizes))
+    whole = epoch_of(Feeder(stream, plan), epoch=2)
+    stream.num_read = 0
+    assert epoch_of(Feeder(stream, plan), epoch=2, start=start) == whole[start:]
+    gone = sum(map(len, whole[:start]))
+    kept_read = stream.num_read - len(dropped & set(range(num_rows)))
+    assert kept_read <= sum(map(len, whole)) - gone + stretch * buffer_size
+
+
+def test_the_stretches_of_a_plan_are_of_whole_buffers():
+    assert FeedPlan(4, 7, buffer_size=3).rows_a_mark == 10_002
+    assert FeedPlan(4, 7, buffer_size=20_000).rows_a_mark == 20_000

@@ -106,6 +106,22 @@ def test_max_length_is_the_most_tokens_of_a_side(model_json: str):
     assert too_long["reason"].to_pylist() == ["too_long"]
 
 
+def test_rows_before_the_first_are_left_out_and_not_tokenized(model_json: str):
+    raw = pa.table(
+        [[0, 0, 1, 1], [3, 7, 0, 2], [json.dumps(TEXTS).encode()] * 4], schema=RAW_SCHEMA
+    )
+    options: Any = {"model_json": model_json, "max_length": 512, "columns": {}}
+    for first, expected in (
+        ((0, 0), [(0, 3), (0, 7), (1, 0), (1, 2)]),
+        ((0, 7), [(0, 7), (1, 0), (1, 2)]),
+        ((1, 1), [(1, 2)]),
+        ((2, 0), []),
+    ):
+        table = tokenize_table(raw, first=first, **options)
+        found = zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True)
+        assert list(found) == expected
+
+
 def test_no_rows_are_an_empty_table(model_json: str):
     table = tokenize(model_json, [])
     assert (table.num_rows, table.schema) == (0, PAIR_SCHEMA)
