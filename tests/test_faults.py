@@ -197,6 +197,7 @@ def test_rows_that_changed_since_the_first_start_are_refused(
         rayrm.fit(config)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_cut_short_is_named_and_nothing_else_is_touched(
     undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -54,7 +54,12 @@ def training_lines(run_dir: str | Path) -> list[dict[str, Any]]:
     ("make_model", "reason"),
     [
         pytest.param(tiny_bert_folder, "BertForSequenceClassification attends in both", id="bert"),
-        pytest.param(tiny_jamba_folder, "JambaForSequenceClassification carries a", id="jamba"),
+        pytest.param(
+            tiny_jamba_folder,
+            "JambaForSequenceClassification carries a",
+            id="jamba",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_model_that_cannot_share_prompts_trains_in_padded_rows_and_that_is_told(

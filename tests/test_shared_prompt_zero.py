@@ -81,7 +81,10 @@ def step_gradients(folder: str, lora: dict[str, int] | None, setting: str) -> di
 
 @pytest.mark.parametrize(
     ("num_workers", "kinds"),
-    [pytest.param(1, WITH_LORA, id="1"), pytest.param(2, list(ARCHITECTURES), id="2")],
+    [
+        pytest.param(1, WITH_LORA, id="1", marks=pytest.mark.slow),
+        pytest.param(2, list(ARCHITECTURES), id="2"),
+    ],
 )
 def test_gradients_under_zero_3_are_those_of_padded_rows(
     num_workers: int,
