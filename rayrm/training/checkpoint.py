@@ -61,10 +61,10 @@ def _upload(
 
 
 def _not_written(step: int, place: str, engine: Engine, error: OSError) -> CheckpointError:
-    gigabytes = engine.state_bytes / 1e9
+    megabytes = engine.state_bytes / 1e6
     return CheckpointError(
         f"checkpoint of step {step}: cannot be written to {place} ({error}); it takes "
-        f"{gigabytes:.2f} GB. The one before it stands: make room and start again"
+        f"{megabytes:,.1f} MB. The one before it stands: make room and start again"
     )
 
 
