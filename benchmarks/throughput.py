@@ -70,14 +70,13 @@ def read_steps(given: argparse.Namespace) -> list[list[Any]]:
 
 def count_tokens(steps: list[list[Any]]) -> dict[str, int]:
     """Return what padded rows, two full copies, and a prompt computed once take."""
-    counted = steps[: len(steps) // (WARM_UP_PASSES + 1)]
     return {
         "padded": sum(
             2 * len(step) * max(max(p.chosen_length, p.rejected_length) for p in step)
-            for step in counted
+            for step in steps
         ),
-        "real": sum(p.chosen_length + p.rejected_length for step in counted for p in step),
-        "unique": sum(p.num_tokens for step in counted for p in step),
+        "real": sum(p.chosen_length + p.rejected_length for step in steps for p in step),
+        "unique": sum(p.num_tokens for step in steps for p in step),
     }
 
 
@@ -244,12 +243,12 @@ def run_bare(spec: dict[str, Any]) -> dict[str, float]:
             seconds = _time_steps(forwards, dense_loss, optimizer)
     else:
         seconds = _time_steps(forwards, loss_of, optimizer)
-    return {"seconds": seconds, "peak_memory": _peak_memory()}
+    return {"seconds": sum(seconds[-spec["steps"] :]), "peak_memory": _peak_memory()}
 
 
 def _time_steps(
     steps: list[list[list[Any]]], loss_of: Callable[[list[Any], int], Any], optimizer: Any
-) -> float:
+) -> list[float]:
     import torch
 
     seconds: list[float] = []
@@ -263,7 +262,7 @@ def _time_steps(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return sum(seconds[len(seconds) * WARM_UP_PASSES // (WARM_UP_PASSES + 1) :])
+    return seconds
 
 
 def _peak_memory() -> float:
@@ -284,7 +283,7 @@ def run_side(spec: dict[str, Any]) -> dict[str, float]:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Run all sides in turn, and return their fastest times with the ratios to TRL."""
     steps = read_steps(given)
-    tokens = count_tokens(steps)
+    tokens = count_tokens(steps[-given.steps :])
     num_pairs = given.steps * given.batch_size
     best: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -95,7 +95,8 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         }
     except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
         raise error.cause if isinstance(error.cause, RayrmError) else error from None
-    if folder.has_entries(_CHECKPOINTS, prefix="checkpoint_"):
+    may_go_on = folder.has_entries(_CHECKPOINTS, prefix="checkpoint_")
+    if may_go_on:
         check_unchanged(reports, (folder.read_json(REPORT) or {}).get("sources", {}))
     _write_reports(reports, folder)
     check_reports(reports, config, kept_in=folder.path("dropped"))
@@ -111,7 +112,8 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         )
         for name, stream in streams.items()
     }
-    feeds[TRAIN].read_ahead()
+    if not may_go_on:  # the workers will ask for the first step
+        feeds[TRAIN].read_ahead()
     job = Job(
         config=dump_config(config),
         run_dir=folder.url,

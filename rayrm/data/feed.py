@@ -17,7 +17,7 @@ import ray
 
 from rayrm.data.pipeline import PairStream, pairs_of
 from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
-from rayrm.data.report import FIRST_ROW, Mark, RowId
+from rayrm.data.report import FIRST_ROW, ROWS_A_MARK, Mark, RowId
 from rayrm.data.tokenize import TokenizedPair
 
 _COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
@@ -49,7 +49,7 @@ class FeedPlan:
     @property
     def rows_a_mark(self) -> int:
         """Rows of a stretch: some ten thousand, in whole buffers."""
-        return self.buffer_size * ceil(10_000 / self.buffer_size)
+        return self.buffer_size * ceil(ROWS_A_MARK / self.buffer_size)
 
     def entry(self, step: int) -> tuple[RowId, int]:
         """Return the row to read from for ``step``, and the pairs to leave out from there on."""
@@ -72,7 +72,7 @@ class StepShare:
     """Positions into ``pairs``, as many lists on every rank."""
     num_pairs: int
     """Pairs of the step over all ranks."""
-    row_ids: list[tuple[int, int]]
+    row_ids: list[RowId]
     """File number and row of each of ``pairs``."""
     num_tokens: int
     """Tokens of both sides of the step's pairs, over all ranks."""
@@ -148,10 +148,10 @@ Share = tuple[pa.Table, MicroBatches, int, int, Order]
 
 
 class Feeder:
-    """The actor: cuts steps ahead of the ranks and hands each its share.
+    """Cuts an epoch into steps and hands each rank its share.
 
     Ranks ask for (epoch, step), so that a restarted worker group simply asks for the step it needs,
-    whether this actor is the same, or as many ranks ask as before.
+    whether this feeder is the same, or as many ranks ask as before.
     """
 
     def __init__(
@@ -186,18 +186,16 @@ class Feeder:
         """
         if step == self._num_steps.get(epoch):  # a rank may ask after others are in the next epoch
             return None
-        is_dealt = step < self._next_step
         is_there = (rank, step) in self._shares and num_ranks == self._num_ranks
-        if epoch != self._epoch or (is_dealt and not is_there):
+        if epoch != self._epoch or (step != self._next_step and not is_there):
             self._start(epoch, step)
         self._num_ranks = num_ranks
-        while self._next_step <= step:
+        if step == self._next_step:
             table = self._draw()
             if table is None:
-                self._num_steps[epoch] = self._next_step
+                self._num_steps[epoch] = step
                 return None
-            if self._next_step == step:  # earlier ones were read ahead
-                self._deal(table, step, cutting)
+            self._deal(table, step, cutting)
             self._next_step += 1
         return self._shares.pop((rank, step))
 

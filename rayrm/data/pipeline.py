@@ -13,7 +13,7 @@ import ray.data
 from rayrm.config.schema import DataSection, ModelSection
 from rayrm.data.formats import parse_line
 from rayrm.data.pairs import Drop, Pair
-from rayrm.data.report import FIRST_ROW, DataReport, RowId
+from rayrm.data.report import FIRST_ROW, ROWS_A_MARK, DataReport, RowId
 from rayrm.data.sources import RawRows, RowFile
 from rayrm.data.tokenize import PairTokenizer, TokenizedPair
 from rayrm.errors import DataError
@@ -71,7 +71,7 @@ class PairStream:
         """Return the same rows, tokenized once and kept in the object store."""
         return PairStream(self.files, self.dataset().materialize(), tokenize=None)
 
-    def survey(self, *, rows_a_mark: int = 10_000) -> DataReport:
+    def survey(self, *, rows_a_mark: int = ROWS_A_MARK) -> DataReport:
         """Stream all rows once and account for each; memory does not grow with their number."""
         report = DataReport(
             [f.source for f in self.files],

@@ -15,6 +15,8 @@ MAX_KEPT_ROWS = 1_000
 RowId = tuple[int, int]
 """Number of a row's file, and its place in it."""
 FIRST_ROW: RowId = (0, 0)
+ROWS_A_MARK = 10_000
+"""About so many source rows a stretch: few marks for many rows, and little to read in vain."""
 
 
 @dataclass
@@ -68,7 +70,9 @@ class SourceReport:
 class DataReport:
     """Adds up tokenized tables (columns of ``rayrm.data.pipeline.PAIR_SCHEMA``) by source."""
 
-    def __init__(self, sources: list[str], paths: list[str], *, rows_a_mark: int = 10_000) -> None:
+    def __init__(
+        self, sources: list[str], paths: list[str], *, rows_a_mark: int = ROWS_A_MARK
+    ) -> None:
         """``sources`` and ``paths`` name the label and the place of each file number."""
         self.marks: list[Mark] = []
         """Stretches of ``rows_a_mark`` rows, by which a stream is entered in the middle."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rayrm.data.report import RowId
 from rayrm.model.metrics import PairStats
 from rayrm.training.engine import Engine
 from rayrm.training.evaluate import reduce_stats
@@ -56,7 +57,7 @@ class Journal:
         if step.rows_without_update is not None and self._tracker is not None:
             self._write_skipped(step.rows_without_update)
 
-    def _write_skipped(self, row_ids: Sequence[tuple[int, int]]) -> None:
+    def _write_skipped(self, row_ids: Sequence[RowId]) -> None:
         assert self._tracker is not None
         rows = [{"source": self._files[file], "row": row} for file, row in row_ids]
         self._tracker.log_skipped({"step": self._progress.step, "rows": rows})
@@ -105,7 +106,7 @@ class Journal:
 
     def finish_training(self) -> None:
         """Close the tracker; what follows is export."""
-        if self._row_log is not None:
-            self._row_log.sync()
         if self._tracker is not None:
             self._tracker.finish()
+        elif self._row_log is not None:
+            self._row_log.sync()

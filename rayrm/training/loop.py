@@ -11,6 +11,7 @@ from rayrm.config.schema import LossSection
 from rayrm.data.feed import Order, StepShare
 from rayrm.data.packing import PackedBatch
 from rayrm.data.plan import Cutting
+from rayrm.data.report import RowId
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import DataError, RayrmError
 from rayrm.model.loss import bradley_terry_loss
@@ -91,13 +92,13 @@ class StepResult:
     """Sums over this rank's pairs, still on the device."""
     pairs: list[TokenizedPair]
     """This rank's pairs."""
-    row_ids: list[tuple[int, int]]
+    row_ids: list[RowId]
     """File number and row of each of ``pairs``."""
     learning_rate: float
     seconds: float
     order: Order
     """What every rank is to do now."""
-    rows_without_update: list[tuple[int, int]] | None
+    rows_without_update: list[RowId] | None
     """File number and row of all pairs of a step whose update was not applied."""
 
 
@@ -200,5 +201,5 @@ def stats_of(chosen: Tensor, rejected: Tensor, losses: Tensor, batch: PackedBatc
     )
 
 
-def _rows_of_step(engine: TrainEngine, share: StepShare) -> list[tuple[int, int]]:
+def _rows_of_step(engine: TrainEngine, share: StepShare) -> list[RowId]:
     return sorted(row for part in engine.gather_objects(share.row_ids) for row in part)

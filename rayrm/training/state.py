@@ -54,6 +54,7 @@ class TrainingState:
         Raises:
             OSError: the disk is full, or refuses to be written.
         """
+        self._make_moments()
         own = self._random_states()
         loads = [0] * self._world_size
         for name, parameter in self._trained():
@@ -89,6 +90,7 @@ class TrainingState:
                 with open(os.path.join(folder, _SCHEDULE), encoding="utf-8") as file:
                     schedule = json.load(file)
                 self._check_fit(folder, place)
+                self._make_moments()
                 for name, parameter in self._trained():
                     for kind in KINDS:
                         key = f"{kind}.{name}"
@@ -131,7 +133,6 @@ class TrainingState:
 
     def _read(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """Return one of ``KINDS`` whole, float32, shaped as the parameter; every rank must call."""
-        self._make_moments()
         if self._stage == 0:
             whole = parameter if kind == WEIGHT else self._adam.state[parameter][kind]
         elif kind == WEIGHT:
@@ -143,7 +144,6 @@ class TrainingState:
 
     def _write(self, parameter: nn.Parameter, kind: str, whole: Tensor) -> None:
         """Take one of ``KINDS``, of which this rank keeps its part."""
-        self._make_moments()
         if self._stage == 0:
             target = parameter.data if kind == WEIGHT else self._adam.state[parameter][kind]
             target.copy_(whole)

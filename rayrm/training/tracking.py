@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rayrm.config.schema import WandbSection
+from rayrm.data.report import RowId
 from rayrm.training.storage import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _TABLE_ROWS = 100
 class RowLog:
     """One worker's account of the rows that it trained on, step by step."""
 
-    def __init__(self, folder: RunFolder, *, rank: int, world_size: int, step: int) -> None:
+    def __init__(self, folder: RunFolder, rank: int, world_size: int, *, step: int) -> None:
         """Go on at ``step``: what was noted after the restored checkpoint will come again.
 
         The first worker sees to the files of workers that are no longer there, too.
@@ -39,7 +40,7 @@ class RowLog:
             folder.cut_lines(_row_file(gone), after_step=step)
             gone += 1
 
-    def add(self, step: int, row_ids: Iterable[tuple[int, int]]) -> None:
+    def add(self, step: int, row_ids: Iterable[RowId]) -> None:
         """Note the file number and row of each pair of this worker's share of a step."""
         rows = [list(row_id) for row_id in row_ids]
         self._folder.append_json(self._name, {"step": step, "rows": rows})

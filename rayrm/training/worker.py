@@ -73,6 +73,9 @@ def _train(job: Job) -> dict[str, Any] | None:
     eval_shards = {name: feed.shard(*place) for name, feed in job.eval_feeds.items()}
     folder = RunFolder(job.run_dir)
     tracker = None if engine.rank else _start_tracker(engine, folder, job, config, progress)
+    row_log = None
+    if config.tracking.log_rows:
+        row_log = RowLog(folder, *place, step=progress.step)
     journal = Journal(
         engine,
         progress,
@@ -80,9 +83,7 @@ def _train(job: Job) -> dict[str, Any] | None:
         board=job.board,
         steps_per_epoch=job.steps_per_epoch,
         files=job.train_files,
-        row_log=RowLog(folder, rank=engine.rank, world_size=engine.world_size, step=progress.step)
-        if config.tracking.log_rows
-        else None,
+        row_log=row_log,
     )
 
     def save(score: float) -> None:

@@ -20,7 +20,7 @@ def rows_of(numbers: range, *, file: int = 0, dropped: tuple[int, ...] = ()) -> 
     """A tokenized table: row n is the prompt [n] with a chosen reply of 1 to 5 tokens."""
     rows: list[dict[str, Any]] = []
     for number in numbers:
-        row: dict[str, Any] = {"file": file, "row": number}
+        row: dict[str, Any] = {"file": file, "row": number, "digest": 0}
         if number in dropped:
             row |= {"reason": "tie", "detail": "a tie", "raw": b"{}"}
         else:
@@ -281,6 +281,19 @@ class BreakingStream(FakeStream):
         if self.num_epochs <= 3:
             raise OSError("a node was lost")
         yield from self.tables[1:]
+
+
+def test_a_resumed_run_does_not_read_what_lies_before_though_the_feeder_read_ahead():
+    table = rows_of(range(30))
+    report = DataReport(["a"], ["a.jsonl"], rows_a_mark=10)
+    report.add(table)
+    stream: Any = FakeStream(table)
+    feeder = Feeder(stream, FeedPlan(4, 7, buffer_size=10, marks=tuple(report.marks)))
+    undisturbed = epoch_of(feeder, epoch=0)
+    feeder.read_ahead()
+    stream.num_read = 0
+    assert epoch_of(feeder, epoch=0, start=5) == undisturbed[5:]
+    assert stream.num_read == 10
 
 
 def test_rows_that_break_off_are_an_error_each_time_and_never_the_end_of_the_epoch():
