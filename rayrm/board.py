@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from tqdm import tqdm
 
 from rayrm.data.feed import Order
 from rayrm.errors import RayrmError
+
+_PATIENCE_SECONDS = 90
 
 
 class Board:
@@ -29,6 +32,7 @@ class Board:
         self._line: dict[str, Any] = {}
         self._failure: RayrmError | None = None
         self._stop_asked = False
+        self._arrived: Counter[str] = Counter()
 
     def stop(self) -> None:
         """Ask the workers to finish their step, save and stop."""
@@ -46,6 +50,11 @@ class Board:
     def saved(self) -> None:
         """A checkpoint was written."""
         self._saved_at = time.monotonic()
+
+    def arrive(self, checkpoint: str) -> int:
+        """A rank's part of a checkpoint was uploaded; return how many are."""
+        self._arrived[checkpoint] += 1
+        return self._arrived[checkpoint]
 
     def start(self, headline: str, step: int, num_steps: int) -> None:
         """Training starts, or starts again from a checkpoint."""
@@ -118,10 +127,13 @@ def stopping_on_signals(board: Any) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def showing(board: Any) -> Iterator[None]:
-    """Show the board's progress while the block runs: a bar, or lines without a terminal."""
+def showing(board: Any, *, waiting_for: str) -> Iterator[None]:
+    """Show the board's progress while the block runs: a bar, or lines without a terminal.
+
+    What is waited for is told where training has not started after a while.
+    """
     done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(board, done), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(board, done, waiting_for), daemon=True)
     watcher.start()
     try:
         yield
@@ -130,9 +142,10 @@ def showing(board: Any) -> Iterator[None]:
         watcher.join(timeout=5)
 
 
-def _watch(board: Any, done: threading.Event) -> None:
+def _watch(board: Any, done: threading.Event, waiting_for: str) -> None:
     bar: tqdm[Any] | None = None
     shown = 0
+    told_at = time.monotonic()
     while True:
         finished = done.wait(0.5)
         try:
@@ -141,6 +154,9 @@ def _watch(board: Any, done: threading.Event) -> None:
             return
         for note in notes:
             tqdm.write(note, file=sys.stderr)
+        if not num_steps and time.monotonic() - told_at > _PATIENCE_SECONDS:
+            told_at = time.monotonic()
+            print(f"waiting for {waiting_for} to start", file=sys.stderr, flush=True)
         if bar is None and num_steps:
             bar = tqdm(total=num_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
         if bar is not None and step != shown:

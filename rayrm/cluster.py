@@ -6,12 +6,15 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import ray
 
 from rayrm.config.schema import ScalingSection
-from rayrm.errors import ConfigError
+from rayrm.errors import ConfigError, RayrmError
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS = {
     # every report waits for the controller's next poll: 2 s by Ray's default
@@ -22,12 +25,20 @@ _SETTINGS = {
 }
 
 
+_HEALTH_SECONDS = 600
+"""Ray Train's own limit for a worker that does not answer."""
+_PATIENCE_SECONDS = 10
+"""After so long the user is told what is waited for."""
+_START_SECONDS = 60
+"""Ray Train's own limit for one attempt to place all workers."""
+
 KEEP_FREED_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Environment of workers that train on their CPU: glibc keeps what is freed.
+"""Environment of workers that train on their CPU: glibc keeps what is freed, in huge pages.
 
 By default it gives large blocks back to the kernel and asks for them again, cleared, some thousand
 times a step, and always in a thread such as Ray Train runs: measured, a quarter of a step's time.
@@ -37,7 +48,9 @@ times a step, and always in a thread such as Ray Train runs: measured, a quarter
 @contextlib.contextmanager
 def ray_running(scaling: ScalingSection) -> Iterator[None]:
     """Use the Ray that is there, or start one of our own and stop it at the end."""
-    with _environment(_SETTINGS), _quiet_ray_data():
+    health = min(_HEALTH_SECONDS, 60 * scaling.timeout_minutes)
+    settings = {**_SETTINGS, "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(health)}
+    with _environment(settings), _quiet_ray_data():
         if ray.is_initialized():
             yield
             return
@@ -111,6 +124,43 @@ class Resources:
     per_worker: dict[str, float]
     cpus_per_task: float
     """Logical CPUs of one tokenizing task."""
+
+    def __str__(self) -> str:
+        """Tell what the workers need."""
+        number = self.num_workers
+        told = str(number) if isinstance(number, int) else f"{number[0]} to {number[1]}"
+        return f"{told} worker(s) x {self.per_worker}"
+
+
+def start_attempts(scaling: ScalingSection) -> int:
+    """Return how often Ray Train may try to place the workers until the timeout is over."""
+    return max(scaling.max_failures, ceil(60 * scaling.timeout_minutes / _START_SECONDS) - 1)
+
+
+def wait_for_data_task(resources: Resources, *, seconds: float) -> None:
+    """Wait until a data task finds its CPU: others may hold all, or a cluster is only growing.
+
+    Raises:
+        RayrmError: none was free in time.
+    """
+    cpus = resources.cpus_per_task
+    task: Any = ray.remote(num_cpus=cpus)(_do_nothing)
+    found = task.remote()
+    for limit in (min(_PATIENCE_SECONDS, seconds), seconds):
+        if ray.wait([found], timeout=limit)[0]:
+            ray.get(found)
+            return
+        logger.warning("waiting until %g CPU is free for a data task", cpus)
+    ray.cancel(found)
+    raise RayrmError(
+        f"scaling: no {cpus:g} CPU was free for a data task in {seconds / 60:g} minutes; the "
+        f"cluster has {ray.cluster_resources().get('CPU', 0):g}, of which "
+        f"{ray.available_resources().get('CPU', 0):g} are free (scaling.timeout_minutes)"
+    )
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def choose_resources(

@@ -15,24 +15,31 @@ from typing import Any
 import ray
 import ray.train
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from rayrm.board import Board, OrderOf, showing, stopping_on_signals
-from rayrm.cluster import KEEP_FREED_MEMORY, Resources, choose_resources, ray_running
+from rayrm.cluster import (
+    KEEP_FREED_MEMORY,
+    Resources,
+    choose_resources,
+    ray_running,
+    start_attempts,
+    wait_for_data_task,
+)
 from rayrm.config.loader import differing_fields, dump_config, load_config
-from rayrm.config.schema import RunConfig
+from rayrm.config.schema import RunConfig, ScalingSection, WorkerRange
 from rayrm.data.feed import Feed, FeedPlan
 from rayrm.data.intake import TRAIN, check_reports, check_unchanged, hold_eval_sets, open_streams
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.preflight import check_before_start, with_absolute_paths
+from rayrm.training.commits import CHECKPOINTS, complete_checkpoints, settle_checkpoints
 from rayrm.training.entry import run_worker
 from rayrm.training.job import MODEL, REPORT, SCORE, Job
 from rayrm.training.storage import RunFolder
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINTS = "checkpoints"
 _EVAL_PAIRS_A_STEP = 256
 _MAY_CHANGE = ("run.resume", "scaling.")
 """Fields in which a run that goes on may differ from its start."""
@@ -77,13 +84,15 @@ def fit(
     if (finished := _finished(folder, settled)) is not None:
         return finished
     folder.create()
-    logger.info("starting Ray")
-    with ray_running(settled.scaling):
-        return _fit(settled, handed, folder)
+    with folder.held():
+        logger.info("starting Ray")
+        with ray_running(settled.scaling):
+            return _fit(settled, handed, folder)
 
 
 def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> FitResult:
     resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
+    wait_for_data_task(resources, seconds=60 * config.scaling.timeout_minutes)
     try:
         streams = open_streams(config, handed, cpus_per_task=resources.cpus_per_task)
         logger.info("reading the rows once, to account for each")
@@ -95,7 +104,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
         }
     except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
         raise error.cause if isinstance(error.cause, RayrmError) else error from None
-    may_go_on = folder.has_entries(_CHECKPOINTS, prefix="checkpoint_")
+    may_go_on = bool(complete_checkpoints(folder))
     if may_go_on:
         check_unchanged(reports, (folder.read_json(REPORT) or {}).get("sources", {}))
     _write_reports(reports, folder)
@@ -155,7 +164,7 @@ def _finished(folder: RunFolder, config: RunConfig) -> FitResult | None:
     """
     result = folder.read_json("result.json")
     before = folder.read_json("config.json")
-    has_progress = result is not None or folder.has_entries(_CHECKPOINTS, prefix="checkpoint_")
+    has_progress = result is not None or bool(complete_checkpoints(folder))
     if config.run.resume == "must" and not has_progress:
         raise ConfigError(f"run.resume: must, but there is no run to go on with at {folder.url}")
     if not has_progress or before is None:
@@ -201,23 +210,45 @@ def _feed_plans(config: RunConfig, streams: Iterable[str]) -> dict[str, FeedPlan
 
 
 def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder) -> dict[str, Any]:
-    """Run the workers and return what the first one returns."""
+    """Run the workers and return what the first one returns, even if their controller is lost."""
+    failures = 0
+    while True:
+        try:
+            value = _run_workers(
+                config, replace(job, earlier=settle_checkpoints(folder)), resources, folder
+            )
+        except RayActorError as error:
+            failures += 1
+            if failures > config.scaling.max_failures:
+                raise RayrmError(f"training failed: {error}") from error
+            logger.warning("Ray Train's controller was lost; going on from the last checkpoint")
+        else:
+            settle_checkpoints(folder)
+            return value
+
+
+def _run_workers(
+    config: RunConfig, job: Job, resources: Resources, folder: RunFolder
+) -> dict[str, Any]:
     train = config.train
     best = train.metric_for_best_model is not None
     trainer = TorchTrainer(
         run_worker,
         train_loop_config={"job": job},
+        torch_config=TorchConfig(timeout_s=ceil(60 * config.scaling.timeout_minutes)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=resources.num_workers,
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,
+            **_elasticity(config.scaling.num_workers),
         ),
         run_config=ray.train.RunConfig(
-            name=_CHECKPOINTS,
+            name=CHECKPOINTS,
             storage_path=folder.url,
             worker_runtime_env={} if resources.use_gpu else {"env_vars": KEEP_FREED_MEMORY},
             failure_config=ray.train.FailureConfig(
-                max_failures=config.scaling.max_failures, controller_failure_limit=0
+                max_failures=config.scaling.max_failures,
+                controller_failure_limit=start_attempts(config.scaling),
             ),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=train.save_total_limit,
@@ -225,11 +256,11 @@ def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder)
             ),
         ),
     )
-    with showing(job.board), stopping_on_signals(job.board) as signals:
+    with showing(job.board, waiting_for=str(resources)), stopping_on_signals(job.board) as signals:
         try:
             value = _in_a_thread(trainer.fit).return_value
         except ray.train.TrainingFailedError as error:
-            raise _explained(error, job, resources) from error
+            raise _explained(error, job, resources, config.scaling) from error
     failure: Any = ray.get(job.board.failure.remote())
     if failure is not None:
         raise failure
@@ -237,6 +268,12 @@ def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder)
         logger.warning("stopped with a checkpoint; the same command goes on from there")
         raise KeyboardInterrupt if signals == [signal.SIGINT] else SystemExit(143)
     return value
+
+
+def _elasticity(num_workers: int | WorkerRange) -> dict[str, Any]:
+    if isinstance(num_workers, int):
+        return {}
+    return {"elastic_resize_monitor_interval_s": num_workers.resize_monitor_interval_s}
 
 
 def _in_a_thread(call: Callable[[], Any]) -> Any:
@@ -253,15 +290,18 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
     return outcome.result()
 
 
-def _explained(error: Exception, job: Job, resources: Resources) -> Exception:
+def _explained(
+    error: Exception, job: Job, resources: Resources, scaling: ScalingSection
+) -> Exception:
     """Return the error that a worker posted, or say what Ray says."""
     with contextlib.suppress(RayActorError):
         failure: Any = ray.get(job.board.failure.remote())
         if failure is not None:
             return failure
-    if "StartupTimeout" in repr(error) or "StartupTimeout" in str(error):
+    cause = type(getattr(error, "controller_failure", None)).__name__  # Ray keeps the class private
+    if cause == "WorkerGroupStartupTimeoutError":
         return RayrmError(
-            f"scaling: {resources.num_workers} workers x {resources.per_worker} were not placed in "
-            f"time; the cluster has {ray.cluster_resources()}"
+            f"scaling: {resources} were not placed in {scaling.timeout_minutes:g} minutes "
+            f"(scaling.timeout_minutes); the cluster has {ray.cluster_resources()}"
         )
     return RayrmError(f"training failed: {error}")

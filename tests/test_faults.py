@@ -1,14 +1,12 @@
 """Whatever is killed, the run ends as the undisturbed one: bit by bit, each pair once an epoch."""
 
+import contextlib
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,28 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.test_fit_workers import NUM_PAIRS, config_for, text_rows, training_lines
+from rayrm.training.commits import complete_checkpoints, state_file
+from rayrm.training.storage import RunFolder
+from tests.runs import (
+    NUM_PAIRS,
+    STEPS_AN_EPOCH,
+    actors_of,
+    assert_each_row_once_an_epoch,
+    config_for,
+    text_rows,
+    training_lines,
+    wait_for,
+)
+from tests.wandb_file import read_wandb_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
 NUM_EPOCHS = 6
-NUM_STEPS = NUM_EPOCHS * 4  # 13 pairs, four a step: a tail of one
-KILLED: tuple[str, ...] = (
-    "RayTrainWorker",
-    "all RayTrainWorkers",
-    "FeederActor",
-    "TrainController",
-)
+NUM_STEPS = NUM_EPOCHS * STEPS_AN_EPOCH
+VICTIMS = ("RayTrainWorker", "all RayTrainWorkers", "FeederActor", "TrainController", "driver")
+MOMENTS = ("at a step", "during a checkpoint", "at an epoch's last step")
+Kill = tuple[str, str, int]
+"""Who is killed, when, and the step from which on."""
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +74,7 @@ def assert_same_steps(run_dir: Path, expected: Path) -> None:
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
     told = json.loads((run_dir / "result.json").read_text())
     assert told["pairs"] == NUM_EPOCHS * NUM_PAIRS
-    assert_each_row_once_an_epoch(run_dir)
-
-
-def assert_each_row_once_an_epoch(run_dir: Path) -> None:
-    """Count what the workers noted themselves."""
-    trained: Counter[tuple[int, int]] = Counter()
-    for file in (run_dir / "rows").glob("worker-*.jsonl"):
-        for line in map(json.loads, file.read_text().splitlines()):
-            epoch = (line["step"] - 1) * NUM_EPOCHS // NUM_STEPS
-            trained.update((epoch, row) for _, row in line["rows"])
-    expected = [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_PAIRS)]
-    assert trained == Counter(expected)
+    assert_each_row_once_an_epoch(run_dir, num_epochs=NUM_EPOCHS)
 
 
 def weights_of(run_dir: Path) -> bytes:
@@ -97,61 +94,61 @@ def test_one_worker_takes_the_steps_of_two(
     assert [line["loss"] for line in lines[:4]] != [line["loss"] for line in lines[4:8]]
 
 
+def kills_of(seed: int) -> list[Kill]:
+    """Draw two kills; the first seeds, which always run, are chosen."""
+    if seed == 0:
+        return [("FeederActor", "at a step", 5), ("RayTrainWorker", "at an epoch's last step", 12)]
+    if seed == 1:
+        return [("all RayTrainWorkers", "during a checkpoint", 6), ("driver", "at a step", 17)]
+    rng = random.Random(seed)
+    first, second = sorted(rng.sample(range(1, NUM_STEPS - 3), 2))
+    return [(rng.choice(VICTIMS), rng.choice(MOMENTS), step) for step in (first, second)]
+
+
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22))]
 )
-def test_a_run_of_which_actors_are_killed_ends_as_the_undisturbed_one(
+def test_a_run_of_which_processes_are_killed_ends_as_the_undisturbed_one(
     seed: int, undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
 ) -> None:
     import rayrm
 
-    rng = random.Random(seed)
-    victims = ["FeederActor", "RayTrainWorker"] if seed == 0 else rng.sample(KILLED, 2)
-    at = sorted(rng.sample(range(2, NUM_STEPS - 2), 2))
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    config = config_of(base_model, rows, tmp_path)
+    config["tracking"]["wandb"] = {"mode": "offline"}
+    run_dir = tmp_path / "run"
+    kills = kills_of(seed)
+    while any(victim == "driver" for victim, _, _ in kills):
+        before = next(i for i, (victim, _, _) in enumerate(kills) if victim == "driver")
+        kill_while_a_driver_runs(kills[: before + 1], config, tmp_path)
+        kills = kills[before + 1 :]
     with ThreadPoolExecutor() as pool:
-        killing = pool.submit(kill_one_after_the_other, victims, at, metrics)
-        run_dir = Path(rayrm.fit(config_of(base_model, rows, tmp_path)).run_dir)
+        killing = pool.submit(kill_one_after_the_other, kills, run_dir, psutil.Process())
+        rayrm.fit(config)
         killing.result()
     assert_same_steps(run_dir, undisturbed)
     assert weights_of(run_dir) == weights_of(undisturbed)
+    assert_one_wandb_run(run_dir)
+    assert_checkpoints_are_complete(run_dir)
     if seed == 0:  # once, for the worker: of the feeder nobody heard
         assert json.loads((run_dir / "result.json").read_text())["resumed"] == 1
 
 
-def kill_one_after_the_other(victims: list[str], at: list[int], metrics: Path) -> None:
-    """Kill actors of this process's Ray, each once a line of metrics for its step is there."""
-    for name, step in zip(victims, at, strict=True):
-        wait_for_line(metrics, step)
-        actors = actors_of(psutil.Process(), name.removeprefix("all ").removesuffix("s"))
-        assert actors, name
-        for actor in actors if name.startswith("all") else actors[-1:]:
-            os.kill(actor.pid, signal.SIGKILL)
+def kill_one_after_the_other(kills: list[Kill], run_dir: Path, driver: psutil.Process) -> None:
+    """Kill what belongs to a driver, each once its moment has come."""
+    for victim, moment, step in kills:
+        wait_for(moment, step, run_dir)
+        if victim == "driver":
+            driver.kill()
+            continue
+        actors = actors_of(driver, victim.removeprefix("all ").removesuffix("s"))
+        for actor in actors if victim.startswith("all") else actors[-1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                actor.kill()
 
 
-def actors_of(driver: psutil.Process, name: str) -> list[psutil.Process]:
-    """Return the processes of a driver's Ray that run actors of this name."""
-    children = driver.children(recursive=True)
-    return [process for process in children if name in " ".join(process.cmdline())]
-
-
-def wait_for_line(metrics: Path, number: int) -> None:
-    """Wait until so many lines are there; a busy machine takes minutes to start a second Ray."""
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= number:
-            return
-        time.sleep(0.01)
-    raise TimeoutError(f"{metrics} has no line {number}")
-
-
-def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_workers(
-    undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
-) -> None:
-    import rayrm
-
-    config = config_of(base_model, rows, tmp_path)
-    file = tmp_path / "run.yaml"
+def kill_while_a_driver_runs(kills: list[Kill], config: dict[str, Any], folder: Path) -> None:
+    """Run the command in a process of its own, which the last kill ends with all of its Ray."""
+    file = folder / "run.yaml"
     file.write_text(json.dumps(config))
     driver = subprocess.Popen(
         [sys.executable, "-m", "rayrm.train", str(file)],
@@ -160,15 +157,38 @@ def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_workers(
         env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
     )
     try:
-        wait_for_line(tmp_path / "run" / "metrics.jsonl", 8)
+        kill_one_after_the_other(kills[:-1], folder / "run", psutil.Process(driver.pid))
+        wait_for(kills[-1][1], kills[-1][2], folder / "run")
         workers = actors_of(psutil.Process(driver.pid), "RayTrainWorker")
     finally:
         driver.kill()
         driver.wait()
-    assert len(workers) == 2
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
-    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (folder / "run" / "result.json").exists()
+
+
+def assert_one_wandb_run(run_dir: Path) -> None:
+    (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    _, history = read_wandb_file(file)
+    steps = [row["_step"] for row in history if "loss" in row]
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
+def assert_checkpoints_are_complete(run_dir: Path) -> None:
+    complete = complete_checkpoints(RunFolder(str(run_dir)))
+    folders = [path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir()]
+    assert sorted(saved.name for saved in complete) == sorted(folders)
+    assert [saved.step for saved in complete][-1:] == [NUM_STEPS]
+
+
+def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_workers(
+    undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    import rayrm
+
+    config = config_of(base_model, rows, tmp_path)
+    kill_while_a_driver_runs([("driver", "at a step", 8)], config, tmp_path)
     config["scaling"]["num_workers"] = 1
     run_dir = Path(rayrm.fit(config).run_dir)
     assert_same_steps(run_dir, undisturbed)
@@ -201,17 +221,16 @@ def test_rows_that_changed_since_the_first_start_are_refused(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_cut_short_is_named_and_nothing_else_is_touched(
+def test_with_a_broken_newest_checkpoint_the_run_goes_on_from_the_one_before(
     undisturbed: Path, base_model: Path, rows: Path, tmp_path: Path
 ) -> None:
     import rayrm
 
     config = unfinished_copy(undisturbed, base_model, rows, tmp_path)
-    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("checkpoint_2*"))
-    assert len(checkpoints) == 2
-    for number in range(2):
-        state = checkpoints[-1] / f"state-{number:05d}-of-00002.safetensors"
-        state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
-    with pytest.raises(rayrm.CheckpointError, match=rf"{checkpoints[-1].name}: cannot be read"):
-        rayrm.fit(config)
-    assert sorted((tmp_path / "run" / "checkpoints").glob("checkpoint_2*")) == checkpoints
+    newest = complete_checkpoints(RunFolder(str(tmp_path / "run")))[-1]
+    state = tmp_path / "run" / "checkpoints" / newest.name / state_file(1, 2)
+    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+    run_dir = Path(rayrm.fit(config).run_dir)
+    assert_same_steps(run_dir, undisturbed)
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert_checkpoints_are_complete(run_dir)

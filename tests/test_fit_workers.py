@@ -9,45 +9,9 @@ from typing import Any
 import pytest
 
 from tests.builders import tiny_bert_folder, tiny_jamba_folder, word_tokenizer
+from tests.runs import NUM_PAIRS, config_for, text_rows, training_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
-
-NUM_PAIRS = 13
-BATCH_SIZE = 4
-
-
-def text_rows(num_rows: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": f"Question {number}: " + "what is it? " * (number % 4),
-            "chosen": f"The answer is {number}." + " Yes." * (number % 5),
-            "rejected": "No." + " Not at all." * (number % 3),
-            "margin": 0.1 * (number % 3),
-        }
-        for number in range(num_rows)
-    ]
-
-
-def config_for(base_model: Path, output_dir: Path, name: str, **train: Any) -> dict[str, Any]:
-    return {
-        "run": {"name": name, "output_dir": str(output_dir)},
-        "model": {"name_or_path": str(base_model), "dtype": "float32"},
-        "data": {"train": [], "max_length": 256},
-        "loss": {"center_rewards_coefficient": 0.01},
-        "train": {
-            "batch_size": BATCH_SIZE,
-            "num_train_epochs": 2,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            **train,
-        },
-        "tracking": {"wandb": None},
-    }
-
-
-def training_lines(run_dir: str | Path) -> list[dict[str, Any]]:
-    text = Path(run_dir, "metrics.jsonl").read_text(encoding="utf-8")
-    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
 
 
 @pytest.mark.parametrize(

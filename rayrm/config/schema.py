@@ -292,6 +292,8 @@ class WorkerRange(Section):
     """Training goes on with so many."""
     max: PositiveInt
     """It never takes more."""
+    resize_monitor_interval_s: NonNegativeFloat = 60.0
+    """Look every so many seconds for room for more; to take it costs a restart."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> "WorkerRange":
@@ -312,6 +314,8 @@ class ScalingSection(Section):
     """Ray resources of one worker, such as {CPU: 4, GPU: 1}; null asks for what fits."""
     max_failures: Annotated[int, Field(ge=0), NoBool] = 3
     """Restarts from the last checkpoint after a lost worker before the run fails."""
+    timeout_minutes: PositiveFloat = 30.0
+    """Longest wait for free resources, for rows, or for another worker before that is an error."""
 
     @model_validator(mode="after")
     def _resources_are_spelled_as_ray_does(self) -> "ScalingSection":

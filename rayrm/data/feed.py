@@ -14,11 +14,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 import ray
+from ray.exceptions import GetTimeoutError
 
 from rayrm.data.pipeline import PairStream, pairs_of
 from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
 from rayrm.data.report import FIRST_ROW, ROWS_A_MARK, Mark, RowId
 from rayrm.data.tokenize import TokenizedPair
+from rayrm.errors import DataError
 
 _COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
             "prompt_length", "chosen_length", "rejected_length"]  # fmt: skip
@@ -288,9 +290,11 @@ class Feed:
         """Have the first rows tokenized while the workers load; returns at once."""
         self.actor.read_ahead.remote(self.recipe)
 
-    def shard(self, rank: int, num_ranks: int) -> "FeedShard":
-        """Return a rank's end."""
-        return FeedShard(self, rank, num_ranks)
+    def shard(
+        self, rank: int, num_ranks: int, *, timeout_minutes: float | None = None
+    ) -> "FeedShard":
+        """Return a rank's end, which waits so long for a step's rows at most."""
+        return FeedShard(self, rank, num_ranks, timeout_minutes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,18 +304,34 @@ class FeedShard:
     feed: Feed
     rank: int
     num_ranks: int
+    timeout_minutes: float | None = None
 
     def steps(self, cutting: Cutting, *, epoch: int = 0, start: int = 0) -> Iterator[StepShare]:
-        """Yield this rank's shares of an epoch's steps, the next one fetched ahead."""
+        """Yield this rank's shares of an epoch's steps, the next one fetched ahead.
+
+        Raises:
+            DataError: the rows of a step did not come in time.
+        """
         step = start
         coming = self._ask(epoch, step, cutting)
-        while (share := ray.get(coming)) is not None:
+        while (share := self._wait(coming, epoch, step)) is not None:
             step += 1
             coming = self._ask(epoch, step, cutting)
             table, micro_batches, num_pairs, num_tokens, order = share
             row_ids = list(zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True))
             pairs = pairs_of(table)
             yield StepShare(pairs, micro_batches, num_pairs, row_ids, num_tokens, order)
+
+    def _wait(self, coming: Any, epoch: int, step: int) -> Share | None:
+        limit = self.timeout_minutes
+        try:
+            return ray.get(coming, timeout=None if limit is None else 60 * limit)
+        except GetTimeoutError:
+            raise DataError(
+                f"data: worker {self.rank} waited {limit:g} minutes for the rows of step "
+                f"{step + 1} of epoch {epoch + 1}: no data task finds a CPU, or a source does not "
+                "answer (scaling.timeout_minutes)"
+            ) from None
 
     def _ask(self, epoch: int, step: int, cutting: Cutting) -> Any:
         feed = self.feed

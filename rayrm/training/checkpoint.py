@@ -6,32 +6,35 @@ import os
 import shutil
 import tempfile
 from functools import partial
+from glob import glob
 from typing import Any
 
 import ray.train
+from pyarrow.fs import LocalFileSystem
 
 from rayrm.errors import CheckpointError
+from rayrm.training.commits import ASIDE, CHECKPOINTS, PROGRESS, Saved
 from rayrm.training.engine import Engine
 from rayrm.training.job import SCORE, Job
 from rayrm.training.loop import Progress
 
 
 def save_checkpoint(engine: Engine, progress: Progress, job: Job, *, score: float) -> None:
-    """Write every rank's state aside; Ray Train uploads, merges and commits it in the background.
+    """Write every rank's state aside; it is uploaded, merged and committed in the background.
 
     All ranks must call this at the same step. Training goes on while the files travel; what is not
-    committed when a worker is lost was never there.
+    committed when a worker is lost was never there. ``score`` is that of these weights.
 
     Raises:
         CheckpointError: the state cannot be written here. An upload that fails ends the run, too.
     """
-    folder = tempfile.mkdtemp(prefix="rayrm-checkpoint-")
+    folder = tempfile.mkdtemp(prefix=_local_prefix(job))
     try:
         engine.save(folder)
         if engine.rank == 0:
             _write_json(os.path.join(folder, "config.json"), job.config)
             state = {**dataclasses.asdict(progress), "world_size": engine.world_size}
-            _write_json(os.path.join(folder, "progress.json"), state)
+            _write_json(os.path.join(folder, PROGRESS), {**state, "score": score})
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise _not_written(progress.step, folder, engine, error) from error
@@ -50,14 +53,24 @@ def save_checkpoint(engine: Engine, progress: Progress, job: Job, *, score: floa
 def _upload(
     checkpoint: ray.train.Checkpoint, name: str, *, step: int, engine: Engine, board: Any
 ) -> ray.train.Checkpoint:
-    """Upload as Ray Train does; what fails for want of space fails again after a restart."""
+    """Upload this rank's files; on a disk the last rank puts the whole in its place.
+
+    What fails for want of space fails again after a restart.
+    """
     storage: Any = ray.train.get_context().get_storage()
+    place = f"{storage.experiment_fs_path}/{name}"
+    filesystem = storage.storage_filesystem
     try:
-        return storage.persist_current_checkpoint(checkpoint, name)
+        if not isinstance(filesystem, LocalFileSystem):  # object stores cannot move folders
+            return storage.persist_current_checkpoint(checkpoint, name)
+        aside = storage.persist_current_checkpoint(checkpoint, ASIDE + name).path
+        if ray.get(board.arrive.remote(name)) == engine.world_size:
+            filesystem.move(aside, place)
     except OSError as error:
-        told = _not_written(step, f"{storage.experiment_fs_path}/{name}", engine, error)
+        told = _not_written(step, place, engine, error)
         ray.get(board.fail.remote(told))
         raise told from error
+    return ray.train.Checkpoint(place, filesystem)
 
 
 def _not_written(step: int, place: str, engine: Engine, error: OSError) -> CheckpointError:
@@ -68,13 +81,21 @@ def _not_written(step: int, place: str, engine: Engine, error: OSError) -> Check
     )
 
 
-def restore_checkpoint(engine: Engine) -> Progress:
-    """Load the run's last committed checkpoint, or return fresh progress where there is none.
+def _local_prefix(job: Job) -> str:
+    return f"rayrm-checkpoint-{job.run_id}-"
+
+
+def restore_checkpoint(engine: Engine, job: Job) -> Progress:
+    """Load the run's last complete checkpoint, or return fresh progress where there is none.
 
     Raises:
         CheckpointError: it is incomplete, or of another model.
     """
+    for left in glob(os.path.join(tempfile.gettempdir(), f"{_local_prefix(job)}*")):
+        shutil.rmtree(left, ignore_errors=True)  # of a killed worker; nobody saves before all load
     checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None and job.earlier:
+        checkpoint = _earlier_checkpoint(job, job.earlier[-1])
     if checkpoint is None:
         return Progress()
     progress = load_checkpoint(engine, checkpoint)
@@ -90,11 +111,12 @@ def load_checkpoint(engine: Engine, checkpoint: ray.train.Checkpoint) -> Progres
     """
     with checkpoint.as_directory() as folder:
         try:
-            with open(os.path.join(folder, "progress.json"), encoding="utf-8") as file:
+            with open(os.path.join(folder, PROGRESS), encoding="utf-8") as file:
                 state = json.load(file)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{checkpoint.path}: not a complete checkpoint") from error
         engine.load(folder, world_size=state.pop("world_size"))
+    del state["score"]
     return Progress(**state)
 
 
@@ -103,7 +125,16 @@ def _write_json(path: str, value: Any) -> None:
         json.dump(value, file, indent=2)
 
 
-def best_checkpoint() -> ray.train.Checkpoint:
-    """Return the reported checkpoint with the highest score."""
-    reported = ray.train.get_all_reported_checkpoints()
-    return max(reported, key=lambda entry: entry.metrics[SCORE]).checkpoint
+def best_checkpoint(job: Job) -> ray.train.Checkpoint:
+    """Return the run's checkpoint with the highest score."""
+    reported = [
+        (entry.metrics[SCORE], entry.checkpoint)
+        for entry in ray.train.get_all_reported_checkpoints()
+    ]
+    earlier = [(saved.score, _earlier_checkpoint(job, saved)) for saved in job.earlier]
+    _, best = max(earlier + reported, key=lambda scored: scored[0])
+    return best
+
+
+def _earlier_checkpoint(job: Job, saved: Saved) -> ray.train.Checkpoint:
+    return ray.train.Checkpoint(f"{job.run_dir.rstrip('/')}/{CHECKPOINTS}/{saved.name}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrm.data.feed import Feed
+from rayrm.training.commits import Saved
 
 MODEL = "model"
 """Folder of the exported model in the run's folder."""
@@ -34,3 +35,5 @@ class Job:
     """Those of the evaluation sets, by name."""
     board: Any
     """Actor that shows progress and failures to the driver."""
+    earlier: tuple[Saved, ...] = ()
+    """Complete checkpoints that Ray Train has no record of, the newest last."""

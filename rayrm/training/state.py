@@ -25,13 +25,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rayrm.errors import CheckpointError
+from rayrm.training.commits import SCHEDULE, state_file
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square (Kingma and Ba 2014)."""
 KINDS = (WEIGHT, *MOMENTS)
 _RANDOM = "random."
-_SCHEDULE = "schedule.json"
 
 
 class TrainingState:
@@ -65,13 +65,13 @@ class TrainingState:
                 if owner == self._rank:
                     own[f"{kind}.{name}"] = whole.to("cpu", copy=True).contiguous()
         try:
-            save_file(own, os.path.join(folder, _file_name(self._rank, self._world_size)))
+            save_file(own, os.path.join(folder, state_file(self._rank, self._world_size)))
         except SafetensorError as error:  # what the operating system says is in its text
             raise OSError(str(error)) from error
         if self._rank == 0:
             num_updates = max((int(x["step"]) for x in self._adam.state.values()), default=0)
             schedule = {**self._scheduler.state_dict(), "num_updates": num_updates}
-            with open(os.path.join(folder, _SCHEDULE), "w", encoding="utf-8") as file:
+            with open(os.path.join(folder, SCHEDULE), "w", encoding="utf-8") as file:
                 json.dump(schedule, file)
 
     def load(self, folder: str, *, world_size: int) -> None:
@@ -84,10 +84,10 @@ class TrainingState:
         """
         try:
             with contextlib.ExitStack() as opened:
-                paths = [os.path.join(folder, _file_name(r, world_size)) for r in range(world_size)]
+                paths = [os.path.join(folder, state_file(r, world_size)) for r in range(world_size)]
                 files = [opened.enter_context(safe_open(path, "pt")) for path in paths]
                 place = {key: file for file in files for key in _keys(file)}
-                with open(os.path.join(folder, _SCHEDULE), encoding="utf-8") as file:
+                with open(os.path.join(folder, SCHEDULE), encoding="utf-8") as file:
                     schedule = json.load(file)
                 self._check_fit(folder, place)
                 self._make_moments()
@@ -210,7 +210,3 @@ class TrainingState:
 
 def _keys(file: Any) -> list[str]:
     return list(file.keys())
-
-
-def _file_name(rank: int, world_size: int) -> str:
-    return f"state-{rank:05d}-of-{world_size:05d}.safetensors"

@@ -1,5 +1,6 @@
 """The run's folder, on a local path or behind any URL that pyarrow opens."""
 
+import fcntl
 import json
 import os
 import tempfile
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 
 from rayrm.errors import ConfigError
@@ -42,6 +44,30 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"run.output_dir: cannot make {self.url} ({error})") from error
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes out while the block runs; the kernel lets go when this one dies.
+
+        Behind a URL there is no such lock.
+
+        Raises:
+            ConfigError: another process holds the folder.
+        """
+        if not self.is_local:
+            yield
+            return
+        with open(self._inner(".lock"), "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"run.name: the run at {self.url} is being trained by another process; wait "
+                    "for it, or give another run.name"
+                ) from error
+            except OSError:  # some network file systems have no locks
+                pass
+            yield
+
     def path(self, name: str) -> str:
         """Return a file's path or URL."""
         return f"{self.url.rstrip('/')}/{name}"
@@ -50,11 +76,18 @@ class RunFolder:
         """Whether a file is there."""
         return self._filesystem.get_file_info(self._inner(name)).type != pafs.FileType.NotFound
 
-    def has_entries(self, name: str, *, prefix: str) -> bool:
-        """Whether a folder holds an entry whose name begins with ``prefix``."""
+    def entries(self, name: str) -> list[str]:
+        """Return the names of what a folder holds; of a missing one nothing."""
         selector = pafs.FileSelector(self._inner(name), allow_not_found=True)
-        entries = self._filesystem.get_file_info(selector)
-        return any(entry.base_name.startswith(prefix) for entry in entries)
+        return sorted(entry.base_name for entry in self._filesystem.get_file_info(selector))
+
+    def delete(self, name: str) -> None:
+        """Delete a file or a folder with all that is in it, if it is there."""
+        self._delete(self._inner(name))
+
+    def open_file(self, name: str) -> pa.NativeFile:
+        """Open a file for reading at any place."""
+        return self._filesystem.open_input_file(self._inner(name))
 
     def read_json(self, name: str) -> Any:
         """Return a JSON file's value, or None where the file is missing."""
@@ -139,8 +172,11 @@ class RunFolder:
         self._delete(old)
 
     def _delete(self, inner: str) -> None:
-        if self._filesystem.get_file_info(inner).type != pafs.FileType.NotFound:
-            self._filesystem.delete_dir(inner)
+        match self._filesystem.get_file_info(inner).type:
+            case pafs.FileType.Directory:
+                self._filesystem.delete_dir(inner)
+            case pafs.FileType.File:
+                self._filesystem.delete_file(inner)
 
     def _inner(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

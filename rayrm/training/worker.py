@@ -63,14 +63,17 @@ def _train(job: Job) -> dict[str, Any] | None:
     _share_cores(workers_on_node)
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=job.num_steps)
-    progress = restore_checkpoint(engine)
+    progress = restore_checkpoint(engine, job)
     longest_pair = job.longest_pair[engine.cutting.layout]
     settle_memory(
         engine, config, progress, longest_pair=longest_pair, workers_on_node=workers_on_node
     )
     place = (engine.rank, engine.world_size)
-    train_shard = job.train_feed.shard(*place)
-    eval_shards = {name: feed.shard(*place) for name, feed in job.eval_feeds.items()}
+    patience = config.scaling.timeout_minutes
+    train_shard = job.train_feed.shard(*place, timeout_minutes=patience)
+    eval_shards = {
+        name: feed.shard(*place, timeout_minutes=patience) for name, feed in job.eval_feeds.items()
+    }
     folder = RunFolder(job.run_dir)
     tracker = None if engine.rank else _start_tracker(engine, folder, job, config, progress)
     row_log = None
@@ -123,7 +126,7 @@ def _train(job: Job) -> dict[str, Any] | None:
 
     journal.finish_training()
     if train.metric_for_best_model is not None and not _holds_best(progress):
-        best = load_checkpoint(engine, best_checkpoint())
+        best = load_checkpoint(engine, best_checkpoint(job))
         progress.metrics = best.metrics  # what is told is told of the model that is exported
     if not pairs:  # a restart after the last step
         pairs = next(train_shard.steps(engine.cutting)).pairs

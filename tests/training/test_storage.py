@@ -80,12 +80,22 @@ def test_a_text_that_cannot_be_encoded_leaves_the_old_one(folder: RunFolder):
     assert folder.read_lines("b.jsonl") == ['{"a": 1}', '{"a": "ä"}']
 
 
-def test_entries_are_found_by_their_prefix(folder: RunFolder):
-    assert not folder.has_entries("checkpoints", prefix="checkpoint_")
-    folder.write_text("checkpoints/manager.json", "{}")
-    assert not folder.has_entries("checkpoints", prefix="checkpoint_")
-    folder.write_text("checkpoints/checkpoint_1/a", "")
-    assert folder.has_entries("checkpoints", prefix="checkpoint_")
+def test_entries_are_listed_and_deleted_by_name(folder: RunFolder):
+    assert folder.entries("checkpoints") == []
+    folder.write_text("checkpoints/b/a", "")
+    folder.write_text("checkpoints/a.json", "{}")
+    assert folder.entries("checkpoints") == ["a.json", "b"]
+    for name in ("a.json", "b", "c"):
+        folder.delete(f"checkpoints/{name}")
+    assert folder.entries("checkpoints") == []
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path):
+    one, other = RunFolder(str(tmp_path)), RunFolder(str(tmp_path))
+    with one.held(), pytest.raises(ConfigError, match="is being trained by another process"):
+        other.held().__enter__()
+    with other.held():
+        pass
 
 
 def test_appended_lines_are_there_at_once_on_a_local_disk(tmp_path: Path):
