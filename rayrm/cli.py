@@ -4,6 +4,7 @@ Nothing heavy is imported here, so that --help answers at once and a wrong comma
 """
 
 import logging
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -67,11 +68,16 @@ def exit_status(action: Callable[[], None]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("rayrm").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray, once it starts
     try:
         action()
     except RayrmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
+        return 128 + signal.SIGTERM
     return 0

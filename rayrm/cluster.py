@@ -3,7 +3,10 @@
 import contextlib
 import logging
 import os
+import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -64,11 +67,28 @@ def ray_running(scaling: ScalingSection) -> Iterator[None]:
 def _start(scaling: ScalingSection) -> None:
     """Connect to the cluster of RAY_ADDRESS or of ``ray start``; without one, start our own."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    _check_answers(os.environ.get("RAY_ADDRESS", ""))
     with children_in_own_group():
         try:
             ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, **quiet)
         except ValueError:  # there is a cluster, and its CPUs are not ours to choose
             ray.init(**quiet)
+        except SystemExit:  # so it answers SIGTERM while it starts, with 1; later with the signal
+            sys.exit(signal.SIGTERM)
+
+
+def _check_answers(address: str) -> None:
+    """Refuse a cluster that is not there: Ray itself would go on trying for ten minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_PATIENCE_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS: nothing answers at {address} ({error}); start the cluster, or unset the "
+            "variable to train on this machine alone"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -21,3 +21,13 @@ class DataError(RayrmError):
 
 class CheckpointError(RayrmError):
     """A checkpoint or saved model is incomplete, foreign, or does not score as the trained one."""
+
+
+def own_error(error: BaseException | None) -> RayrmError | None:
+    """Return the error of ours that ``error`` wraps: Ray does that to what its tasks raise."""
+    while error is not None:
+        cause = getattr(error, "cause", None) or error.__cause__
+        if cause is None and isinstance(error, RayrmError):
+            return error
+        error = cause
+    return None

@@ -31,7 +31,7 @@ from rayrm.config.schema import RunConfig, ScalingSection, WorkerRange
 from rayrm.data.feed import Feed, FeedPlan
 from rayrm.data.intake import TRAIN, check_reports, check_unchanged, hold_eval_sets, open_streams
 from rayrm.data.report import DataReport
-from rayrm.errors import ConfigError, RayrmError
+from rayrm.errors import ConfigError, RayrmError, own_error
 from rayrm.preflight import check_before_start, with_absolute_paths
 from rayrm.training.commits import CHECKPOINTS, complete_checkpoints, settle_checkpoints
 from rayrm.training.entry import run_worker
@@ -103,7 +103,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
             for name, stream in streams.items()
         }
     except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
-        raise error.cause if isinstance(error.cause, RayrmError) else error from None
+        raise (own_error(error) or error) from None
     may_go_on = bool(complete_checkpoints(folder))
     if may_go_on:
         check_unchanged(reports, (folder.read_json(REPORT) or {}).get("sources", {}))

@@ -1,5 +1,6 @@
 """Small whole runs, and what is looked for in them and done to them."""
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -60,8 +61,12 @@ def assert_each_row_once_an_epoch(run_dir: Path, *, num_epochs: int) -> None:
 
 def actors_of(driver: psutil.Process, name: str) -> list[psutil.Process]:
     """Return the processes of a driver's Ray that run actors of this name."""
-    children = driver.children(recursive=True)
-    return [process for process in children if name in " ".join(process.cmdline())]
+    found: list[psutil.Process] = []
+    for process in driver.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended since
+            if name in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def wait_for(moment: str, step: int, run_dir: Path) -> None:

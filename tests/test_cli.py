@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +157,11 @@ def test_the_shipped_quickstart_is_found_from_any_folder(tmp_path: Path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert result.stdout == "quickstart\n", result.stderr
+
+
+def test_a_signal_before_there_is_anything_to_save_ends_the_command_with_its_status():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)

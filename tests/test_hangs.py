@@ -138,9 +138,9 @@ def test_one_rank_that_fails_while_the_other_waits_is_named(
     config = run_config(base_model, tmp_path, max_failures=1)
     config["tracking"]["log_rows"] = True
     (tmp_path / "run" / "rows" / "worker-1.jsonl").mkdir(parents=True)  # only rank 1 writes to it
-    with pytest.raises(rayrm.RayrmError, match=r"IsADirectoryError.*worker-1\.jsonl"):
+    with pytest.raises(rayrm.RayrmError, match=r"Rank 1[\s\S]*worker-1\.jsonl' is a directory"):
         rayrm.fit(config)
-    assert "worker 1 stopped: IsADirectoryError" in capsys.readouterr().err
+    assert "worker 1 stopped: OSError: Cannot open for reading" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -192,7 +192,6 @@ def test_a_signal_while_the_run_starts_ends_it(
     assert not alive
 
 
-@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_told(base_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(run_config(base_model, tmp_path)))
@@ -201,10 +200,10 @@ def test_a_cluster_that_does_not_answer_is_told(base_model: Path, tmp_path: Path
         capture_output=True,
         text=True,
         env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
-        timeout=200,
+        timeout=60,
     )
-    assert ran.returncode == 1
-    assert "127.0.0.1:1" in ran.stderr
+    assert ran.returncode == 2
+    assert "error: RAY_ADDRESS: nothing answers at 127.0.0.1:1" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

@@ -14,13 +14,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from rayrm.data.pipeline import PairStream, pairs_of
 from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
 from rayrm.data.report import FIRST_ROW, ROWS_A_MARK, Mark, RowId
 from rayrm.data.tokenize import TokenizedPair
-from rayrm.errors import DataError
+from rayrm.errors import DataError, own_error
 
 _COLUMNS = ["file", "row", "prompt_ids", "chosen_ids", "rejected_ids", "margin",
             "prompt_length", "chosen_length", "rejected_length"]  # fmt: skip
@@ -213,9 +213,9 @@ class Feeder:
     def _draw(self) -> pa.Table | None:
         try:
             return next(self._steps, None)
-        except BaseException:
+        except BaseException as error:
             self._epoch = -1  # a stream that broke looks like one that ended; begin it again
-            raise
+            raise (own_error(error) or error) from None
 
     def _deal(self, table: pa.Table, step: int, cutting: Cutting) -> None:
         lengths = PairLengths(
@@ -326,6 +326,8 @@ class FeedShard:
         limit = self.timeout_minutes
         try:
             return ray.get(coming, timeout=None if limit is None else 60 * limit)
+        except RayTaskError as error:
+            raise (own_error(error) or error) from None
         except GetTimeoutError:
             raise DataError(
                 f"data: worker {self.rank} waited {limit:g} minutes for the rows of step "

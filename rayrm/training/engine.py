@@ -119,8 +119,9 @@ class Engine:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             chosen, rejected = self.score(batch)
-        # ZeRO-3 counts on a backward after each forward; this one adds nothing to the gradient
-        self.backward((chosen.sum() + rejected.sum()) * 0, ends_step=False)
+        if self._stage == 3:  # counts on a backward after each forward
+            self.backward((chosen.sum() + rejected.sum()) * 0, ends_step=False)
+            self._engine.optimizer.zero_grad()  # where a reward is NaN, its gradient is not zero
         return sum(kept.values())
 
     def enable_gradient_checkpointing(self) -> None:
@@ -200,6 +201,16 @@ class Engine:
             for parameter in self.model.parameters()
         ]
         return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+    def trained_but_not_finite(self) -> list[str]:
+        """Return the names of trained weights with a NaN or an infinity; collective."""
+        bad: list[str] = []
+        for name, parameter in self.model.classifier.named_parameters():
+            if parameter.requires_grad:
+                with self._gather([parameter]):
+                    if not torch.isfinite(parameter).all():
+                        bad.append(name)
+        return bad
 
     def gather_state(self, *, trained_only: bool) -> dict[str, Tensor]:
         """Return whole weights by name on rank 0, and nothing on the others.

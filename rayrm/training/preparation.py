@@ -11,7 +11,7 @@ from rayrm.config.schema import RunConfig
 from rayrm.data.packing import pack_pairs
 from rayrm.data.plan import Cutting
 from rayrm.data.tokenize import TokenizedPair
-from rayrm.errors import RayrmError
+from rayrm.errors import ConfigError, RayrmError
 from rayrm.model.reward import RewardModel
 from rayrm.training.engine import Engine
 from rayrm.training.loop import Progress
@@ -103,6 +103,20 @@ def slow_dtype(dtype: str, device: torch.device) -> str | None:
     return "this CPU has no bfloat16 arithmetic: model.dtype=float32 is many times faster here"
 
 
+def check_finite(engine: Engine, name_or_path: str) -> None:
+    """Refuse weights that no update can mend and that could not be exported; collective.
+
+    Raises:
+        ConfigError: a trained weight holds a NaN or an infinity.
+    """
+    if bad := engine.trained_but_not_finite():
+        raise ConfigError(
+            f"model.name_or_path: {name_or_path} holds numbers that are not finite, in "
+            f"{', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}; mend the "
+            "model, or train adapters beside what is broken (model.lora)"
+        )
+
+
 def prove_layout(engine: Engine, pairs: list[TokenizedPair], *, dtype: str) -> None:
     """Compare real pairs' rewards of a flat row with those of padded rows; every rank must call it.
 
@@ -116,7 +130,8 @@ def prove_layout(engine: Engine, pairs: list[TokenizedPair], *, dtype: str) -> N
         flat = torch.stack(engine.score(engine.pack(pairs)), dim=1)
         with model.padded():
             padded = torch.stack(engine.score(pack_pairs(pairs, "padded").to(engine.device)), dim=1)
-    is_close = torch.isclose(flat, padded, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+    tolerance = _TOLERANCE[dtype]
+    is_close = torch.isclose(flat, padded, rtol=tolerance, atol=tolerance, equal_nan=True)
     if engine.reduce_max((~is_close).any().double()[None]).item():
         raise RayrmError(
             f"train.shared_prompt: {type(model.classifier).__name__} gives rewards {flat.tolist()} "

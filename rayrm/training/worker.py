@@ -29,7 +29,7 @@ from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
-from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
+from rayrm.training.preparation import check_finite, prove_layout, settle_memory, slow_dtype
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import RowLog, Tracker
 
@@ -64,6 +64,8 @@ def _train(job: Job) -> dict[str, Any] | None:
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=job.num_steps)
     progress = restore_checkpoint(engine, job)
+    if progress.step == 0:
+        check_finite(engine, config.model.name_or_path)
     longest_pair = job.longest_pair[engine.cutting.layout]
     settle_memory(
         engine, config, progress, longest_pair=longest_pair, workers_on_node=workers_on_node
