@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayrm.data.pipeline import PairStream, pairs_of
 from rayrm.data.plan import Cutting, MicroBatches, PairLengths, plan_step
@@ -278,12 +279,15 @@ class Feed:
         *,
         order: Callable[[], Order] = go_on,
     ) -> Self:
-        """Start the actor that cuts ``stream`` into steps; Ray restarts one that is lost.
+        """Start the actor that cuts ``stream`` into steps, on this node; Ray restarts one if lost.
 
         Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank
         gets depends on block boundaries.
         """
-        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(FeederActor)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        actor: Any = ray.remote(
+            num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+        )(FeederActor)
         return cls(actor.remote(), Recipe(ray.put(stream), plan, order))
 
     def read_ahead(self) -> None:
