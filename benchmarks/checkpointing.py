@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def measure(model: str, data: str, save_steps: int, overrides: list[str]) -> dic
         record = next(run.glob("checkpoints/*/progress.json")).stat().st_size
     lines, batch_size = watched.lines, config["train"]["batch_size"]
     waits: dict[bool, list[float]] = {True: [], False: []}
-    for (before, line), (now, next_line) in zip(lines, lines[1:], strict=False):
+    for (before, line), (now, next_line) in pairwise(lines):
         in_step = batch_size / next_line["pairs_per_second"]
         if next_line["step"] == line["step"] + 1:
             waits[line["step"] % save_steps == 0].append(now - before - in_step)

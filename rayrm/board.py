@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tqdm import tqdm
 
 from rayrm.data.feed import Order
@@ -94,6 +95,13 @@ class OrderOf:
     def __call__(self) -> Order:
         """Return what the board says."""
         return ray.get(self.board.order.remote())
+
+
+def start_board(save_minutes: float | None) -> Any:
+    """Start the actor on the driver's node: any other may leave the cluster."""
+    here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Board)
+    return actor.remote(save_minutes)
 
 
 @contextlib.contextmanager

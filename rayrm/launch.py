@@ -16,9 +16,8 @@ import ray
 import ray.train
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayrm.board import Board, OrderOf, showing, stopping_on_signals
+from rayrm.board import OrderOf, showing, start_board, stopping_on_signals
 from rayrm.cluster import (
     KEEP_FREED_MEMORY,
     Resources,
@@ -115,11 +114,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     num_steps = config.train.max_steps
     if num_steps < 0:
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board_actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(
-        Board
-    )  # any other may leave
-    board = board_actor.remote(config.train.save_minutes)
+    board = start_board(config.train.save_minutes)
     feeds = {
         name: Feed.start(
             stream, replace(plans[name], marks=tuple(reports[name].marks)), order=OrderOf(board)

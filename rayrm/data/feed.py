@@ -284,8 +284,10 @@ class Feed:
         Ray Train's own split makes shards of equal size by dropping rows, and which rows a rank
         gets depends on block boundaries.
         """
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        actor: Any = ray.remote(
+        here: Any = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )
+        actor = ray.remote(
             num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
         )(FeederActor)
         return cls(actor.remote(), Recipe(ray.put(stream), plan, order))
