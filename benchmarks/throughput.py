@@ -4,9 +4,9 @@
 
 Both train the same weights on the same pairs (tokenized once, by rayrm) in the same order, with the
 same optimizer and effective batch. Each side is a process of its own, and goes through all batches
-twice before those that count: a kernel charges for memory that is touched for the first time, and a
-process takes some steps to have all that it needs. Since batches differ in length, their times are
-added up. The sides:
+twice (``--warm-up``) before those that count: a kernel charges for memory that is touched for the
+first time, and a process takes some steps to have all that it needs. Batches differ in length, so
+their times are added up. The sides:
 
 - ``trl``: TRL's defaults, which recompute activations in backward;
 - ``trl, no checkpointing``: the same without;
@@ -23,6 +23,7 @@ Memory is the peak of the process that trains, its weights included.
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -39,17 +40,15 @@ TRL, TRL_PLAIN, OFF, RAYRM = "trl", "trl, no checkpointing", "rayrm, off", "rayr
 PACKED, SHARED, DENSE = "bare, packed", "bare, shared", "bare, dense"
 SIDES = (TRL, TRL_PLAIN, OFF, RAYRM, PACKED, SHARED, DENSE)
 LEARNING_RATE = 1e-5
-WARM_UP_PASSES = 2
 MAX_TRL_ROWS = 8
 """Pairs of one forward of TRL without checkpointing: more do not fit into a small machine."""
 
 
 def read_steps(given: argparse.Namespace) -> list[list[Any]]:
     """Return the tokenized pairs of the steps that warm up and of each step that counts."""
-    import gzip
-
     from rayrm.config.schema import ModelSection
     from rayrm.data.formats import parse_line
+    from rayrm.data.sources import list_files, read_rows
     from rayrm.data.tokenize import PairTokenizer, TokenizedPair
     from rayrm.model.tokenizer import load_tokenizer
 
@@ -57,15 +56,15 @@ def read_steps(given: argparse.Namespace) -> list[list[Any]]:
     pairs: list[TokenizedPair] = []
     tokenizer = load_tokenizer(ModelSection(name_or_path=given.model))
     encode = PairTokenizer(tokenizer, max_length=given.max_length).tokenize
-    opened = gzip.open if given.data.endswith(".gz") else open
-    with opened(given.data, "rt", encoding="utf-8") as lines:
-        while len(pairs) < wanted and (part := list(islice(lines, 64))):
-            found = encode([parse_line(line, {}) for line in part])
-            pairs += [pair for pair in found if isinstance(pair, TokenizedPair)]
+    (file,) = list_files(given.data, label="data", field="DATA_FILE")
+    rows = (text.decode() for _, text in read_rows(file))
+    while len(pairs) < wanted and (part := list(islice(rows, 64))):
+        found = encode([parse_line(row, {}) for row in part])
+        pairs += [pair for pair in found if isinstance(pair, TokenizedPair)]
     pairs = pairs[:wanted]
     starts = range(0, wanted, given.batch_size)
     steps = [pairs[start : start + given.batch_size] for start in starts]
-    return [*steps * WARM_UP_PASSES, *steps]
+    return [*steps * given.warm_up, *steps]
 
 
 def count_tokens(steps: list[list[Any]]) -> dict[str, int]:
@@ -189,7 +188,7 @@ def run_rayrm(spec: dict[str, Any]) -> dict[str, float]:
 def _watch_workers(peak: list[float], done: threading.Event) -> None:
     import psutil
 
-    while not done.wait(0.2):
+    while not done.wait(2):
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if "RayTrainWorker" in " ".join(process.cmdline()):
@@ -282,6 +281,8 @@ def run_side(spec: dict[str, Any]) -> dict[str, float]:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Run all sides in turn, and return their fastest times with the ratios to TRL."""
+    from rayrm.cluster import KEEP_FREED_MEMORY
+
     steps = read_steps(given)
     tokens = count_tokens(steps[-given.steps :])
     num_pairs = given.steps * given.batch_size
@@ -294,7 +295,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 spec = {**vars(given), "side": side, "rows": str(rows), "output": None}
                 outcome = Path(folder, "outcome.json")
                 command = [sys.executable, __file__, "--spec", json.dumps(spec), str(outcome)]
-                subprocess.run(command, check=True, stdout=sys.stderr)
+                environment = dict(os.environ)
+                if "bare" in side:  # the limit is that of the same memory
+                    environment |= KEEP_FREED_MEMORY
+                subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
                 found = json.loads(outcome.read_text())
                 print(f"{side}: {found['seconds']:.1f} s", file=sys.stderr, flush=True)
                 if side not in best or found["seconds"] < best[side]["seconds"]:
@@ -326,10 +330,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a model")
-    parser.add_argument("data", metavar="DATA_FILE", help="preference rows (jsonl, also .gz)")
+    parser.add_argument(
+        "data", metavar="DATA_FILE", help="preference rows, as data.train takes them"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for rayrm")
     parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--warm-up", type=int, default=2, help="passes over the steps before")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each side; the best counts")
     parser.add_argument("--max-length", type=int, default=1024, help="longer pairs are left out")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens a forward, bare sides")
