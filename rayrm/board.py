@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tqdm import tqdm
 
@@ -34,6 +35,7 @@ class Board:
         self._failure: RayrmError | None = None
         self._stop_asked = False
         self._arrived: Counter[str] = Counter()
+        self._place: PlacementGroup | None = None
 
     def stop(self) -> None:
         """Ask the workers to finish their step, save and stop."""
@@ -77,9 +79,18 @@ class Board:
         notes, self._notes = self._notes, []
         return notes, self._step, self._num_steps, self._line
 
+    def enter(self, place: PlacementGroup | None) -> RayrmError | None:
+        """A worker starts, in this place; return the failure that a restart would only repeat."""
+        self._place = place
+        return self._failure
+
+    def place(self) -> PlacementGroup | None:
+        """Return the resources that the workers hold."""
+        return self._place
+
     def fail(self, error: RayrmError) -> None:
-        """Post an error that a restart would only meet again."""
-        self._failure = error
+        """Post an error that a restart would only meet again; the first one counts."""
+        self._failure = self._failure or error
 
     def failure(self) -> RayrmError | None:
         """Return what was posted."""

@@ -222,6 +222,9 @@ def _train(config: RunConfig, job: Job, resources: Resources, folder: RunFolder)
             if failures > config.scaling.max_failures:
                 raise RayrmError(f"training failed: {error}") from error
             logger.warning("Ray Train's controller was lost; going on from the last checkpoint")
+            place: Any = ray.get(job.board.place.remote())
+            if place is not None:  # Ray lets go of what it held only where it has a dashboard
+                ray.util.remove_placement_group(place)
         else:
             settle_checkpoints(folder)
             return value

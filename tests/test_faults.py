@@ -95,11 +95,15 @@ def test_one_worker_takes_the_steps_of_two(
 
 
 def kills_of(seed: int) -> list[Kill]:
-    """Draw two kills; the first seeds, which always run, are chosen."""
+    """Draw two kills; those of the first seeds, which always run, are chosen."""
     if seed == 0:
         return [("FeederActor", "at a step", 5), ("RayTrainWorker", "at an epoch's last step", 12)]
     if seed == 1:
-        return [("all RayTrainWorkers", "during a checkpoint", 6), ("driver", "at a step", 17)]
+        return [
+            ("all RayTrainWorkers", "during a checkpoint", 6),
+            ("driver", "at a step", 17),
+            ("TrainController", "at a step", 20),
+        ]
     rng = random.Random(seed)
     first, second = sorted(rng.sample(range(1, NUM_STEPS - 3), 2))
     return [(rng.choice(VICTIMS), rng.choice(MOMENTS), step) for step in (first, second)]

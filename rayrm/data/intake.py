@@ -87,9 +87,9 @@ def check_unchanged(reports: Mapping[str, DataReport], before: Mapping[str, Any]
             then = before.get(label, {})
             if then.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:
                 raise DataError(
-                    f"{_field(name)}: {label} has changed since this run began ({then['rows']} "
-                    f"rows then, {now['rows']} now): bring the rows back that it had, or give "
-                    "another run.name"
+                    f"{_field(name)}: {label} has changed since this run began (its "
+                    f"{then['rows']} rows then are not its {now['rows']} now): bring the rows back "
+                    "that it had, or give another run.name"
                 )
 
 

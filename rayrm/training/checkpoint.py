@@ -13,10 +13,11 @@ import ray.train
 from pyarrow.fs import LocalFileSystem
 
 from rayrm.errors import CheckpointError
-from rayrm.training.commits import ASIDE, CHECKPOINTS, PROGRESS, Saved
+from rayrm.training.commits import ASIDE, CHECKPOINTS, PROGRESS, Saved, complete_checkpoints
 from rayrm.training.engine import Engine
 from rayrm.training.job import SCORE, Job
 from rayrm.training.loop import Progress
+from rayrm.training.storage import RunFolder
 
 
 def save_checkpoint(engine: Engine, progress: Progress, job: Job, *, score: float) -> None:
@@ -37,8 +38,8 @@ def save_checkpoint(engine: Engine, progress: Progress, job: Job, *, score: floa
             _write_json(os.path.join(folder, PROGRESS), {**state, "score": score})
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise _not_written(progress.step, folder, engine, error) from error
-    upload = partial(_upload, step=progress.step, engine=engine, board=job.board)
+        raise _not_written(progress.step, folder, engine, job, error) from error
+    upload = partial(_upload, step=progress.step, engine=engine, job=job)
     ray.train.report(
         {SCORE: score, "step": progress.step},
         checkpoint=ray.train.Checkpoint.from_directory(folder),
@@ -51,7 +52,7 @@ def save_checkpoint(engine: Engine, progress: Progress, job: Job, *, score: floa
 
 
 def _upload(
-    checkpoint: ray.train.Checkpoint, name: str, *, step: int, engine: Engine, board: Any
+    checkpoint: ray.train.Checkpoint, name: str, *, step: int, engine: Engine, job: Job
 ) -> ray.train.Checkpoint:
     """Upload this rank's files; on a disk the last rank puts the whole in its place.
 
@@ -64,20 +65,23 @@ def _upload(
         if not isinstance(filesystem, LocalFileSystem):  # object stores cannot move folders
             return storage.persist_current_checkpoint(checkpoint, name)
         aside = storage.persist_current_checkpoint(checkpoint, ASIDE + name).path
-        if ray.get(board.arrive.remote(name)) == engine.world_size:
+        if ray.get(job.board.arrive.remote(name)) == engine.world_size:
             filesystem.move(aside, place)
     except OSError as error:
-        told = _not_written(step, place, engine, error)
-        ray.get(board.fail.remote(told))
+        told = _not_written(step, place, engine, job, error)
+        ray.get(job.board.fail.remote(told))
         raise told from error
     return ray.train.Checkpoint(place, filesystem)
 
 
-def _not_written(step: int, place: str, engine: Engine, error: OSError) -> CheckpointError:
-    megabytes = engine.state_bytes / 1e6
+def _not_written(
+    step: int, place: str, engine: Engine, job: Job, error: OSError
+) -> CheckpointError:
+    saved = complete_checkpoints(RunFolder(job.run_dir))
+    stands = f"that of step {saved[-1].step} stands" if saved else "there is none before it"
     return CheckpointError(
         f"checkpoint of step {step}: cannot be written to {place} ({error}); it takes "
-        f"{megabytes:,.1f} MB. The one before it stands: make room and start again"
+        f"{engine.state_bytes / 1e6:,.1f} MB; {stands}: make room and start again"
     )
 
 

@@ -99,10 +99,11 @@ def _inspect(folder: RunFolder, name: str) -> Saved | str:
     """Return a complete checkpoint, or what is wrong with it."""
     place = f"{CHECKPOINTS}/{name}"
     try:
-        state: dict[str, Any] = folder.read_json(f"{place}/{PROGRESS}")
+        state, schedule = (folder.read_json(f"{place}/{file}") for file in (PROGRESS, SCHEDULE))
+        for file, value in ((PROGRESS, state), (SCHEDULE, schedule)):
+            if value is None:
+                raise ValueError(f"{file} is missing")
         saved = Saved(name, state["step"], state["score"])
-        if folder.read_json(f"{place}/{SCHEDULE}") is None:
-            raise ValueError(f"{SCHEDULE} is missing")
         for rank in range(state["world_size"]):
             _check_whole(folder, f"{place}/{state_file(rank, state['world_size'])}")
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -1,5 +1,6 @@
 """The run's folder, on a local path or behind any URL that pyarrow opens."""
 
+import errno
 import fcntl
 import json
 import os
@@ -11,7 +12,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from rayrm.errors import ConfigError
+from rayrm.errors import ConfigError, RayrmError
+
+
+@contextmanager
+def naming_a_full_disk(place: str) -> Iterator[None]:
+    """Say where there is no room, whichever library meets it first.
+
+    Raises:
+        RayrmError: the disk or the quota is full.
+    """
+    try:
+        yield
+    except Exception as error:  # tokenizers and safetensors have it in their text alone
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and "No space left on device" not in str(error):
+            raise
+        raise RayrmError(
+            f"{place}: cannot be written, the disk is full; make room and start again"
+        ) from error
 
 
 class RunFolder:
@@ -101,9 +120,10 @@ class RunFolder:
         content = text.encode("utf-8")
         self._make_parent(name)
         aside = self._inner(name) + ".part"
-        with self._filesystem.open_output_stream(aside) as stream:
-            stream.write(content)
-        self._filesystem.move(aside, self._inner(name))
+        with naming_a_full_disk(self.path(name)):
+            with self._filesystem.open_output_stream(aside) as stream:
+                stream.write(content)
+            self._filesystem.move(aside, self._inner(name))
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a value as indented JSON."""
@@ -116,7 +136,8 @@ class RunFolder:
 
     def append_json(self, name: str, value: Any) -> None:
         """Append a value as one line; on a local disk it is there when this returns."""
-        with open(self.local_path(name), "a", encoding="utf-8") as file:
+        local = self.local_path(name)
+        with naming_a_full_disk(local), open(local, "a", encoding="utf-8") as file:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
     def cut_lines(self, name: str, *, after_step: int) -> None:
@@ -125,9 +146,10 @@ class RunFolder:
         kept = [line for line in lines if json.loads(line).get("step", 0) <= after_step]
         local = self.local_path(name)
         if kept or os.path.exists(local):
-            with open(f"{local}.part", "w", encoding="utf-8") as file:
+            part = f"{local}.part"
+            with naming_a_full_disk(local), open(part, "w", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in kept)
-            os.replace(f"{local}.part", local)
+            os.replace(part, local)
 
     def read_lines(self, name: str) -> list[str]:
         """Return a JSON lines file's whole lines; one cut short by a kill is left out."""
@@ -161,7 +183,8 @@ class RunFolder:
         self._delete(aside)
         os.makedirs(aside)
         try:
-            yield aside
+            with naming_a_full_disk(target):
+                yield aside
         except BaseException:
             self._delete(aside)
             raise

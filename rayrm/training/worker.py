@@ -10,6 +10,7 @@ import numpy as np
 import ray
 import ray.train
 import torch
+from ray.util.placement_group import get_current_placement_group
 
 from rayrm.config.schema import RunConfig
 from rayrm.data.tokenize import TokenizedPair
@@ -43,7 +44,7 @@ def train_worker(job: Job) -> dict[str, Any] | None:
     restarted workers find it there and stop. Any other may come from a lost peer: Ray Train
     restarts the workers from the last checkpoint, and the driver hears of it.
     """
-    if ray.get(job.board.failure.remote()) is not None:
+    if ray.get(job.board.enter.remote(get_current_placement_group())) is not None:
         return None
     try:
         return _train(job)

@@ -136,7 +136,8 @@ def test_rows_that_changed_since_the_first_start_are_refused():
     reports = {"train": report_of(None), "eval_b": report_of(None, "tie", digest=6)}
     before = {"x": report_of(None, digest=5).as_dict()["x"]}
     with pytest.raises(
-        DataError, match=r"^data\.eval\.b: x has changed .*\(1 rows then, 2 now\).*run\.name$"
+        DataError,
+        match=r"^data\.eval\.b: x has changed .*\(its 1 rows then are not its 2 now\).*run\.name$",
     ):
         check_unchanged({"eval_b": reports["eval_b"]}, before)
     with pytest.raises(DataError, match=r"^data\.train: x has changed"):
