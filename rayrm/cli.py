@@ -54,6 +54,7 @@ def parse_config_request(
     parser.add_argument("--version", action="version", version=f"rayrm {__version__}")
     given = parser.parse_args(arguments)
     if given.fields:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head is no error
         print(describe_fields())
         parser.exit()
     words: list[str] = given.words

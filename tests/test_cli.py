@@ -165,3 +165,10 @@ def test_a_signal_before_there_is_anything_to_save_ends_the_command_with_its_sta
         assert exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_reader_of_the_fields_may_stop_early():
+    command = f"{sys.executable} -m rayrm.train --fields | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
