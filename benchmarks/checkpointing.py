@@ -18,11 +18,8 @@ between two lines and is in no step is what the loop waits for.
 Needs Linux.
 """
 
-import argparse
 import json
-import os
 import pickle
-import signal
 import statistics
 import tempfile
 import threading
@@ -32,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
+from common import parser_of, tell, training_workers
 
 STEPS_BEFORE_THE_KILL = 4
 NUM_ROWS = 10_000_000
@@ -70,16 +67,9 @@ class Watcher:
                 self.lines += [(now, json.loads(line)) for line in new.splitlines()]
                 seen = text
                 if not self.killed_at and self.lines[-1][1]["step"] >= self._kill_at:
-                    kill_worker()
+                    for worker in training_workers():
+                        worker.kill()
                     self.killed_at = time.perf_counter()
-
-
-def kill_worker() -> None:
-    """Kill the process of this process's Ray that trains."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if "RayTrainWorker" in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
 
 
 def measure(model: str, data: str, save_steps: int, overrides: list[str]) -> dict[str, float]:
@@ -140,20 +130,14 @@ def measure_record(progress_bytes: int) -> dict[str, float]:
 
 def main() -> None:
     """Read the command line, measure, print the figures and write them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", metavar="MODEL", help="folder of a model")
     parser.add_argument("data", metavar="TRAIN_FILE", help="preference rows")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     parser.add_argument("--save-steps", type=int, default=50)
-    parser.add_argument("--output", metavar="FIGURES.json", help="also write the figures here")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     figures = measure(given.model, given.data, given.save_steps, given.overrides)
-    for name, figure in figures.items():
-        print(f"{name:<50}{figure:12.4g}")
-    if given.output:
-        Path(given.output).write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, given.output, decimals=5)
 
 
 if __name__ == "__main__":

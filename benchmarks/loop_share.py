@@ -19,7 +19,6 @@ as spent in steps (packing and statistics included) over the time outside.
 On a machine with other work repeat it (``--repeats``); each side's fastest run counts.
 """
 
-import argparse
 import json
 import tempfile
 import threading
@@ -28,6 +27,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from common import parser_of, tell
 
 TARGET_SHARE = 0.85
 
@@ -171,9 +172,7 @@ def _finish_kernels(device: Any) -> None:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", metavar="MODEL", help="folder of a model")
     parser.add_argument("train_file", metavar="TRAIN_FILE", help="preference rows")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
@@ -183,7 +182,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
     parser.add_argument("--max-length", type=int, default=512, help="data.max_length")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each loop")
-    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     given = parser.parse_intermixed_args()
     settings = {
         "model": {"name_or_path": given.model},
@@ -197,10 +195,7 @@ def main() -> None:
         "tracking": {"wandb": {"mode": "offline"}},
     }
     figures = measure(settings, given.overrides, repeats=given.repeats)
-    for name, figure in figures.items():
-        print(f"{name:24} {figure:10.3f}")
-    if given.output is not None:
-        given.output.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, given.output)
 
 
 if __name__ == "__main__":

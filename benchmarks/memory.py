@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from common import parser_of, tell
 
 TARGET_RATIO = 1.1
 NUM_STEPS = 3
@@ -114,21 +115,15 @@ def _read_status(pid: int | str = "self") -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 50_000], help="pairs")
-    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     parser.add_argument(_DRIVER, type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.driver is not None:
         print(json.dumps(_drive(given.driver)))
         return
     figures = measure(given.sizes)
-    for name, figure in figures.items():
-        print(f"{name:40} {figure:10.3f}")
-    if given.output is not None:
-        given.output.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, given.output)
 
 
 if __name__ == "__main__":

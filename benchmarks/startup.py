@@ -16,8 +16,6 @@ the clock can show. ``imports`` is what ``import rayrm.launch`` takes in a proce
 part of ``rows``.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -28,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from common import parser_of, tell
 
 TARGET_SECONDS = 60.0
 PATIENCE_SECONDS = 600.0
@@ -127,16 +126,10 @@ def _time_imports() -> float:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
+    parser = parser_of(__doc__)
     given = parser.parse_args()
     figures = measure()
-    for name, figure in figures.items():
-        print(f"{name:48} {figure:10.3f}")
-    if given.output is not None:
-        given.output.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, given.output)
 
 
 if __name__ == "__main__":

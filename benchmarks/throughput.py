@@ -36,6 +36,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
+from common import parser_of, training_workers
+
 TRL, TRL_PLAIN, OFF, RAYRM = "trl", "trl, no checkpointing", "rayrm, off", "rayrm"
 PACKED, SHARED, DENSE = "bare, packed", "bare, shared", "bare, dense"
 SIDES = (TRL, TRL_PLAIN, OFF, RAYRM, PACKED, SHARED, DENSE)
@@ -186,13 +189,10 @@ def run_rayrm(spec: dict[str, Any]) -> dict[str, float]:
 
 
 def _watch_workers(peak: list[float], done: threading.Event) -> None:
-    import psutil
-
     while not done.wait(2):
-        for process in psutil.Process().children(recursive=True):
+        for process in training_workers():
             with suppress(psutil.Error):
-                if "RayTrainWorker" in " ".join(process.cmdline()):
-                    peak.append(process.memory_info().rss)
+                peak.append(process.memory_info().rss)
 
 
 def run_bare(spec: dict[str, Any]) -> dict[str, float]:
@@ -326,9 +326,7 @@ def main() -> None:
         spec, outcome = sys.argv[2:]
         Path(outcome).write_text(json.dumps(run_side(json.loads(spec))))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", metavar="MODEL", help="folder of a model")
     parser.add_argument(
         "data", metavar="DATA_FILE", help="preference rows, as data.train takes them"
@@ -344,7 +342,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--lora", action="store_true", help="train LoRA of rank 16")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
-    parser.add_argument("--output", help="file for the figures as JSON")
     given = parser.parse_intermixed_args()
     figures = measure(given)
     tokens = figures["tokens"]
@@ -360,7 +357,7 @@ def main() -> None:
             f"{found['peak_memory'] / 1e9:8.1f}{found.get('against_trl', float('nan')):8.2f}"
         )
     if given.output:
-        Path(given.output).write_text(json.dumps(figures, indent=2))
+        given.output.write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

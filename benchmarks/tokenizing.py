@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import parser_of, tell
 
 TARGET_RATIO = 0.5
 _BARE = "--bare"
@@ -168,16 +169,13 @@ def _run_bare(tokenizer: str, path: Path) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("tokenizer", metavar="TOKENIZER_DIR", help="folder of a tokenizer")
     parser.add_argument("file", type=Path, metavar="FILE", help="preference rows, jsonl or .gz")
     parser.add_argument("--rows", type=int, default=20_000, help="rows to repeat FILE to")
     parser.add_argument("--num-cpus", type=int, default=2, help="logical CPUs of Ray")
     parser.add_argument("--max-length", type=int, default=1024, help="data.max_length")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each side")
-    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     parser.add_argument(_BARE, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.bare:
@@ -191,10 +189,7 @@ def main() -> None:
         max_length=given.max_length,
         repeats=given.repeats,
     )
-    for name, figure in figures.items():
-        print(f"{name:36} {figure:10.3f}")
-    if given.output is not None:
-        given.output.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, given.output)
 
 
 if __name__ == "__main__":

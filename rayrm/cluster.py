@@ -166,11 +166,14 @@ def wait_for_data_task(resources: Resources, *, seconds: float) -> None:
     cpus = resources.cpus_per_task
     task: Any = ray.remote(num_cpus=cpus)(_do_nothing)
     found = task.remote()
-    for limit in (min(_PATIENCE_SECONDS, seconds), seconds):
-        if ray.wait([found], timeout=limit)[0]:
-            ray.get(found)
-            return
+    patience = min(_PATIENCE_SECONDS, seconds)
+    done, _ = ray.wait([found], timeout=patience)
+    if not done:
         logger.warning("waiting until %g CPU is free for a data task", cpus)
+        done, _ = ray.wait([found], timeout=seconds - patience)
+    if done:
+        ray.get(found)
+        return
     ray.cancel(found)
     raise RayrmError(
         f"scaling: no {cpus:g} CPU was free for a data task in {seconds / 60:g} minutes; the "

@@ -26,6 +26,13 @@ def text_rows(num_rows: int) -> list[dict[str, Any]]:
     ]
 
 
+def rows_file(path: Path, rows: list[dict[str, Any]] | None = None) -> Path:
+    """Write rows, those of a small run by default, as a source."""
+    rows = text_rows(NUM_PAIRS) if rows is None else rows
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def config_for(base_model: Path, output_dir: Path, name: str, **train: Any) -> dict[str, Any]:
     return {
         "run": {"name": name, "output_dir": str(output_dir)},

@@ -1,6 +1,5 @@
 """Nodes that leave and join a running cluster: each row once an epoch, the steps of a fixed run."""
 
-import json
 import multiprocessing
 import os
 import threading
@@ -14,7 +13,7 @@ from tests.runs import (
     STEPS_AN_EPOCH,
     assert_each_row_once_an_epoch,
     config_for,
-    text_rows,
+    rows_file,
     training_lines,
     wait_for,
 )
@@ -31,11 +30,9 @@ NUM_STEPS = NUM_EPOCHS * STEPS_AN_EPOCH
 
 
 def config_of(base_model: Path, folder: Path, num_workers: Any) -> dict[str, Any]:
-    rows = folder.parent / "train.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in text_rows(13)))
     config = config_for(base_model, folder, "run", num_train_epochs=NUM_EPOCHS, save_steps=20)
     config["train"]["learning_rate"] = 1e-5
-    config["data"]["train"] = str(rows)
+    config["data"]["train"] = str(rows_file(folder.parent / "train.jsonl"))
     config["tracking"]["log_rows"] = True
     config["scaling"] = {
         "num_workers": num_workers,

@@ -22,7 +22,7 @@ from tests.runs import (
     actors_of,
     assert_each_row_once_an_epoch,
     config_for,
-    text_rows,
+    rows_file,
     training_lines,
     wait_for,
 )
@@ -40,9 +40,7 @@ Kill = tuple[str, str, int]
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in text_rows(NUM_PAIRS)))
-    return path
+    return rows_file(tmp_path_factory.mktemp("rows") / "train.jsonl")
 
 
 def config_of(base_model: Path, rows: Path, folder: Path, *, workers: int = 2) -> dict[str, Any]:

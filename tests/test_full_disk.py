@@ -10,7 +10,7 @@ import pytest
 
 from rayrm.training.commits import complete_checkpoints
 from rayrm.training.storage import RunFolder
-from tests.runs import config_for, text_rows, training_lines
+from tests.runs import config_for, rows_file, training_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
 
@@ -31,11 +31,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def config_of(base_model: Path, disk: Path, *, free: int, **train: Any) -> dict[str, Any]:
     """A run on a disk with so many bytes free."""
-    rows = disk.parent / "train.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in text_rows(13)))
     (disk / "filler").write_bytes(b"." * (DISK_BYTES - free))
     config = config_for(base_model, disk, "run", **train)
-    config["data"]["train"] = str(rows)
+    config["data"]["train"] = str(rows_file(disk.parent / "train.jsonl"))
     return config
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from tests.runs import actors_of, config_for, text_rows, training_lines, wait_for
+from tests.runs import actors_of, config_for, rows_file, training_lines, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
@@ -25,10 +25,8 @@ MINUTES = 0.15
 
 
 def run_config(base_model: Path, folder: Path, **scaling: Any) -> dict[str, Any]:
-    rows = folder / "train.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in text_rows(13)))
     config = config_for(base_model, folder, "run", num_train_epochs=10, save_steps=2)
-    config["data"]["train"] = str(rows)
+    config["data"]["train"] = str(rows_file(folder / "train.jsonl"))
     config["scaling"] = {"num_workers": 2, "timeout_minutes": MINUTES, **scaling}
     return config
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.builders import tiny_llama_folder, word_tokenizer
-from tests.runs import NUM_PAIRS, config_for, text_rows, training_lines
+from tests.runs import NUM_PAIRS, config_for, rows_file, text_rows, training_lines
 from tests.wandb_file import read_wandb_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
@@ -26,10 +26,8 @@ def config_of(folder: Path, *, bad_weight: str, value: float) -> dict[str, Any]:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     rows = text_rows(NUM_PAIRS)
     rows[BAD_ROW]["chosen"] += " Z"
-    source = folder / "train.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_for(model, folder, "run", save_steps=1)
-    config["data"]["train"] = str(source)
+    config["data"]["train"] = str(rows_file(folder / "train.jsonl", rows))
     config["data"]["shuffle"] = False
     config["scaling"] = {"num_workers": 2}
     config["tracking"] = {"wandb": {"mode": "offline"}}

@@ -214,9 +214,9 @@ class Feeder:
     def _draw(self) -> pa.Table | None:
         try:
             return next(self._steps, None)
-        except BaseException as error:
+        except BaseException:
             self._epoch = -1  # a stream that broke looks like one that ended; begin it again
-            raise (own_error(error) or error) from None
+            raise
 
     def _deal(self, table: pa.Table, step: int, cutting: Cutting) -> None:
         lengths = PairLengths(

@@ -6,6 +6,7 @@ kill or a full disk the record itself cut short, since it is written in place.
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,7 @@ class Saved:
 
 def complete_checkpoints(folder: RunFolder) -> list[Saved]:
     """Return what a run can go on from, the newest last; reads no more than the files' headers."""
-    found = [_inspect(folder, name) for name in _names(folder)]
-    return sorted((x for x in found if isinstance(x, Saved)), key=lambda saved: saved.step)
+    return _complete(_inspect(folder, name) for name in _names(folder))
 
 
 def settle_checkpoints(folder: RunFolder) -> tuple[Saved, ...]:
@@ -59,12 +59,13 @@ def settle_checkpoints(folder: RunFolder) -> tuple[Saved, ...]:
     for name in folder.entries(CHECKPOINTS):
         if name.startswith(ASIDE):
             folder.delete(f"{CHECKPOINTS}/{name}")
-    complete = complete_checkpoints(folder)
+    there = set(_names(folder))
     recorded = _read_record(folder)
-    inspected = [_inspect(folder, name) for name in recorded or []]
-    broken = [told for told in inspected if isinstance(told, str)]
+    found = {name: _inspect(folder, name) for name in there.union(recorded or [])}
+    complete = _complete(found.values())
+    broken = [told for name in recorded or [] if isinstance(told := found[name], str)]
     if recorded is not None and not broken:
-        for name in set(_names(folder)) - set(recorded):
+        for name in there - set(recorded):
             folder.delete(f"{CHECKPOINTS}/{name}")
         return ()
     if not complete and folder.exists(_RECORD):
@@ -75,7 +76,7 @@ def settle_checkpoints(folder: RunFolder) -> tuple[Saved, ...]:
         )
     for told in broken:
         logger.warning("%s; going on from step %d instead", told, complete[-1].step)
-    for name in set(_names(folder)) - {saved.name for saved in complete}:
+    for name in there - {saved.name for saved in complete}:
         folder.delete(f"{CHECKPOINTS}/{name}")
     folder.delete(_RECORD)
     return tuple(complete)
@@ -84,6 +85,10 @@ def settle_checkpoints(folder: RunFolder) -> tuple[Saved, ...]:
 def _names(folder: RunFolder) -> list[str]:
     names = folder.entries(CHECKPOINTS)
     return [name for name in names if name.startswith("checkpoint_") and not name.endswith(".json")]
+
+
+def _complete(found: Iterable[Saved | str]) -> list[Saved]:
+    return sorted((x for x in found if isinstance(x, Saved)), key=lambda saved: saved.step)
 
 
 def _read_record(folder: RunFolder) -> list[str] | None:
