@@ -100,8 +100,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     own_folder = _absolute(model["name_or_path"])
     if model["name_or_path"] != "quickstart" and os.path.exists(own_folder):
         model["name_or_path"] = own_folder
-    if model["chat_template_path"] is not None:
-        model["chat_template_path"] = _absolute(model["chat_template_path"])
+    for field in ("chat_template_path", "adapter_path"):
+        if model[field] is not None:
+            model[field] = _absolute(model[field])
     for source in (*plain["data"]["train"], *plain["data"]["eval"].values()):
         source["path"] = _absolute(source["path"])
     return RunConfig.model_validate(plain)

@@ -89,6 +89,7 @@ def tiny_llama_folder(
     tokenizer: PreTrainedTokenizerFast,
     *,
     num_labels: int | None = None,
+    tied: bool = False,
     seed: int = 0,
 ) -> Path:
     """Save a two-layer Llama of hidden size 32 with its tokenizer, and return the folder.
@@ -107,6 +108,7 @@ def tiny_llama_folder(
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
+        tie_word_embeddings=tied,
         **options,
     )
     architecture = LlamaForCausalLM if num_labels is None else LlamaForSequenceClassification

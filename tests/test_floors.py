@@ -56,6 +56,7 @@ FLOORS = {
     "training.tracking": 3,
     "training.job": 3,
     "training.journal": 3,
+    "training.convert": 4,
     "training.worker": 4,
     "training.entry": 4,
     "board": 4,
@@ -64,6 +65,7 @@ FLOORS = {
     "launch": 5,
     "cli": 7,
     "train": 7,
+    "export": 7,
     ROOT: 7,
 }
 

@@ -103,6 +103,30 @@ class ModelSection(Section):
     """Further keyword arguments of from_pretrained."""
     lora: LoraSection | None = None
     """Adapters to train instead of all weights; null trains every weight."""
+    peft: Arguments = {}
+    """Any other peft configuration that wraps layers, with its peft_type: {peft_type: LOHA, r: 8},
+    or LoRA with fields that model.lora lacks."""
+    adapter_path: str | None = None
+    """Folder of an adapter to go on training; beside lora or peft it is merged into the weights,
+    and a new adapter is trained on top."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained and saved, not all weights."""
+        return self.has_new_adapter or self.adapter_path is not None
+
+    @property
+    def has_new_adapter(self) -> bool:
+        """Whether an adapter is made anew."""
+        return self.lora is not None or bool(self.peft)
+
+    @model_validator(mode="after")
+    def _one_new_adapter(self) -> "ModelSection":
+        if self.lora is not None and self.peft:
+            raise ValueError("lora and peft are both set: each makes a new adapter; remove one")
+        if self.peft and "peft_type" not in self.peft:
+            raise ValueError("peft needs peft_type, such as LORA, LOHA or IA3")
+        return self
 
 
 class Source(Section):

@@ -1,36 +1,199 @@
-"""LoRA on a reward model: the head is trained and saved with the adapter, never adapted itself."""
+"""PEFT on a reward model: the head is trained and saved with the adapter, never adapted itself."""
 
-from typing import cast
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
 
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    TaskType,
+    get_peft_config,
+    get_peft_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from transformers import PreTrainedModel
 
-from rayrm.config.schema import LoraSection
+from rayrm.config.schema import LoraSection, ModelSection
 from rayrm.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 
-def add_lora(classifier: PreTrainedModel, lora: LoraSection, *, head: str) -> PeftModel:
-    """Wrap a classifier in LoRA; the module named ``head`` is trained in full.
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+"""Opens a context in which partitioned parameters are whole, and in which rank 0 may write them."""
+
+_NEED_MORE = {
+    PeftType.ADALORA: "its ranks are cut during training",
+    PeftType.XLORA: "it mixes adapters that are trained already",
+    PeftType.POLY: "it needs the number of each row's task",
+    PeftType.OSF: "it changes the gradients of whole weights",
+}
+"""Methods that wrap layers and cannot be trained by optimizer steps alone."""
+
+
+def add_adapter(
+    classifier: PreTrainedModel, model: ModelSection, *, head: str, gather: Gather
+) -> tuple[PreTrainedModel, PeftModel]:
+    """Wrap a classifier in the adapter that ``model`` asks for: a new one, or one to go on with.
 
     Adapters keep the type of the weights they sit on: DeepSpeed refuses mixed types in one
     parameter group, and holds float32 master copies of whatever is trained.
 
+    Args:
+        classifier: base of the adapter.
+        model: asks for ``lora``, ``peft`` or ``adapter_path``; with the last and another, the old
+            adapter is merged into the weights first.
+        head: name of the module that is trained in full beside the adapter.
+        gather: makes partitioned parameters whole.
+
+    Returns:
+        The classifier inside, and what wraps it.
+
     Raises:
-        ConfigError: ``target_modules`` names nothing in this model.
+        ConfigError: the adapter is of another base, cannot be read, names no layer of this model,
+            or is of a method that does not work here.
     """
+    if model.adapter_path is not None:
+        wrapped = _reload_adapter(classifier, model.adapter_path, head=head, gather=gather)
+        if not model.has_new_adapter:
+            return classifier, wrapped
+        classifier = merge_adapter(wrapped, gather)
+    field = "model.peft" if model.peft else "model.lora"
+    config = _lora_config(model.lora) if model.lora is not None else _peft_config(model.peft)
+    return classifier, _wrap(classifier, config, head=head, field=field, gather=gather)
+
+
+def read_adapter_config(adapter_path: str) -> PeftConfig:
+    """Read what peft saved about an adapter.
+
+    Raises:
+        ConfigError: the folder holds no adapter.
+    """
+    if not Path(adapter_path, "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.adapter_path: {adapter_path} holds no adapter (adapter_config.json is missing)"
+        )
+    try:
+        return PeftConfig.from_pretrained(adapter_path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"model.adapter_path: cannot read {adapter_path} ({error})") from error
+
+
+def _lora_config(lora: LoraSection) -> LoraConfig:
     targets = lora.target_modules
-    config = LoraConfig(
-        task_type=TaskType.SEQ_CLS,
+    return LoraConfig(
         r=lora.r,
         lora_alpha=cast("int", lora.lora_alpha),
         lora_dropout=lora.lora_dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=[head],
-        modules_to_save=list(lora.modules_to_save) or None,  # peft adds the head itself
+        modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
+
+
+def _peft_config(fields: dict[str, Any]) -> PeftConfig:
+    """Return the configuration that ``model.peft`` spells out."""
+    name = str(fields["peft_type"]).upper()
+    known = sorted(kind.value for kind in PeftType)
+    if name not in known:
+        raise ConfigError(f"model.peft: peft_type {name} is none of {', '.join(known)}")
     try:
-        return cast("PeftModel", get_peft_model(classifier, config, autocast_adapter_dtype=False))
-    except ValueError as error:
-        raise ConfigError(f"model.lora: {error}") from error
+        return get_peft_config({**fields, "peft_type": name})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.peft: {error}") from error
+
+
+def _wrap(
+    classifier: PreTrainedModel, config: PeftConfig, *, head: str, field: str, gather: Gather
+) -> PeftModel:
+    """Wrap in an adapter of fresh weights; the module named ``head`` is trained in full."""
+    given: Any = config
+    kind = PeftType(given.peft_type)
+    if given.is_prompt_learning or given.is_adaption_prompt:
+        raise ConfigError(
+            f"{field}: {kind.value} puts vectors of its own before the text or into attention; "
+            "take a method that wraps layers, such as LORA, LOHA, LOKR, IA3, OFT or VERA"
+        )
+    if kind in _NEED_MORE:
+        raise ConfigError(f"{field}: {kind.value} does not train here: {_NEED_MORE[kind]}")
+    if given.task_type not in (None, TaskType.SEQ_CLS):
+        raise ConfigError(
+            f"{field}: task_type is {given.task_type}; a reward model's is SEQ_CLS: leave it out"
+        )
+    given.task_type = TaskType.SEQ_CLS  # by which peft trains and saves the head
+    if hasattr(given, "exclude_modules") and given.exclude_modules is None:
+        given.exclude_modules = [head]
+    # LoRA takes its sizes from the layers, most others from weights that have to be whole for it
+    looked_at = [] if kind == PeftType.LORA else list(classifier.parameters())
+    try:
+        with gather(looked_at):
+            wrapped = get_peft_model(classifier, given, autocast_adapter_dtype=False)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"{field}: {error}") from error
+    return cast("PeftModel", wrapped)
+
+
+def _reload_adapter(
+    classifier: PreTrainedModel, adapter_path: str, *, head: str, gather: Gather
+) -> PeftModel:
+    """Wrap in a saved adapter, trained on; a head that it has not stays the classifier's."""
+    config: Any = read_adapter_config(adapter_path)
+    if config.task_type != TaskType.SEQ_CLS:
+        logger.info("%s was trained as %s: its head is new", adapter_path, config.task_type)
+    config.task_type, config.inference_mode = None, False
+    wrapped = _wrap(classifier, config, head=head, field="model.adapter_path", gather=gather)
+    is_meta = next(wrapped.parameters()).is_meta
+    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    try:
+        weights = load_peft_weights(adapter_path, device="cpu")
+        with gather(list(trained.values())):
+            # without weights to fill there are only shapes to compare
+            found = set_peft_model_state_dict(wrapped, weights, low_cpu_mem_usage=is_meta)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().split("\n")[:2]
+        raise _of_another_base(adapter_path, " ".join(line.strip() for line in first)) from error
+    missing = [name for name in found.missing_keys if name in trained]
+    new_head = [name for name in missing if f".{head}." in name]
+    if found.unexpected_keys or len(new_head) < len(missing):
+        name = (found.unexpected_keys or missing)[0]
+        raise _of_another_base(adapter_path, f"{name} is in one of the two alone")
+    if new_head:
+        logger.info("new weights, drawn from run.seed: %s", ", ".join(new_head))
+    return wrapped
+
+
+def _of_another_base(adapter_path: str, reason: str) -> ConfigError:
+    base = read_adapter_config(adapter_path).base_model_name_or_path
+    return ConfigError(
+        f"model.adapter_path: the adapter at {adapter_path} does not fit this model ({reason}); it "
+        f"was trained on {base}: give that as model.name_or_path"
+    )
+
+
+def adapter_has_head(adapter_path: str) -> bool:
+    """Whether a saved adapter brings the head that it was trained with."""
+    names = load_peft_weights(adapter_path, device="cpu")
+    return any(f".{head}." in name for name in names for head in ("score", "classifier"))
+
+
+def merge_adapter(wrapped: Any, gather: Gather = lambda parameters: nullcontext()) -> Any:
+    """Add an adapter to the weights it sits on, and return the bare classifier.
+
+    Layer by layer, so that no more than one has to be whole at a time.
+    """
+    for module in wrapped.modules():
+        if isinstance(module, BaseTunerLayer):
+            with gather(list(cast("nn.Module", module).parameters())):
+                module.merge()
+    merged = wrapped.merge_and_unload()  # each layer is merged; takes over what was trained whole
+    for parameter in merged.parameters():
+        parameter.requires_grad_(True)
+    return merged

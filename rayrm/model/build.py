@@ -1,8 +1,8 @@
 """Load a reward model: backbone, head, adapters, and how its batches are packed."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,15 +18,12 @@ from transformers import (
 
 from rayrm.config.schema import ModelSection, SharedPrompt
 from rayrm.errors import ConfigError
-from rayrm.model.adapters import add_lora
+from rayrm.model.adapters import Gather, add_adapter, read_adapter_config
 from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
 from rayrm.model.shared_prompt import reason_against
 from rayrm.model.tokenizer import resolve_name_or_path
 
 logger = logging.getLogger(__name__)
-
-Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-"""Opens a context in which partitioned parameters are whole, and in which rank 0 may write them."""
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -37,6 +34,12 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
             for the padding.
     """
     path = resolve_name_or_path(model)
+    if Path(path, "adapter_config.json").is_file():
+        base = read_adapter_config(path).base_model_name_or_path
+        raise ConfigError(
+            f"model.name_or_path: {path} is an adapter; give it as model.adapter_path, and its "
+            f"base, {base}, as model.name_or_path"
+        )
     options: dict[str, Any] = {
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
@@ -55,7 +58,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
             f"model.name_or_path: {model.name_or_path} is a classifier with {config.num_labels} "
             "labels; a reward model has one: start from its backbone, or from a one-label model"
         )
-    if model.lora is not None and len(tokenizer) > config.get_text_config().vocab_size:
+    if model.trains_adapter and len(tokenizer) > config.get_text_config().vocab_size:
         raise ConfigError(
             "model.pad_token: the tokenizer has no token to spare for padding, and a new one does "
             "not fit into an adapter; name a token that never ends a text"
@@ -109,7 +112,7 @@ def build_reward_model(
     if new_weights:
         logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
         _draw_weights(classifier, new_weights, seed, gather)
-    return _dressed(classifier, model, shared_prompt)
+    return _dressed(classifier, model, shared_prompt, gather)
 
 
 def check_reward_model(
@@ -137,7 +140,10 @@ def check_reward_model(
 
 
 def _dressed(
-    classifier: PreTrainedModel, model: ModelSection, shared_prompt: SharedPrompt
+    classifier: PreTrainedModel,
+    model: ModelSection,
+    shared_prompt: SharedPrompt,
+    gather: Gather = lambda parameters: nullcontext(),
 ) -> RewardModel | EncoderRewardModel:
     """Give a classifier its float32 head, its adapters and its layout."""
     head_name = next(
@@ -150,8 +156,8 @@ def _dressed(
         _compute_head_in_float32(classifier)
     padded_because = _why_padded(classifier, model, shared_prompt, is_decoder=is_decoder)
     wrapped: nn.Module = classifier
-    if model.lora is not None:
-        wrapped = add_lora(classifier, model.lora, head=head_name)
+    if model.trains_adapter:
+        classifier, wrapped = add_adapter(classifier, model, head=head_name, gather=gather)
     if not is_decoder:
         return EncoderRewardModel(wrapped, padded_because=padded_because)
     return RewardModel(

@@ -1,6 +1,7 @@
 """The model card that goes into ``model/README.md``."""
 
 import json
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -12,22 +13,15 @@ _PACKAGES = ("torch", "transformers", "peft", "ray", "deepspeed", "accelerate")
 def model_card(
     config: RunConfig,
     *,
-    report: dict[str, Any],
+    is_adapter: bool,
+    report: dict[str, Any] | None,
     metrics: dict[str, float],
     pad_token: str,
     pad_token_id: int,
     reload_difference: float,
 ) -> str:
     """Return a card in Markdown: what it is, how it was trained, on what, how well, how to load."""
-    is_adapter = config.model.lora is not None
-    auto_class = (
-        "AutoPeftModelForSequenceClassification"
-        if is_adapter
-        else "AutoModelForSequenceClassification"
-    )
     library = "peft" if is_adapter else "transformers"
-    # a base of the hub has a language model's labels and padding
-    extra = f", num_labels=1, pad_token_id={pad_token_id}" if is_adapter else ""
     return f"""---
 library_name: {library}
 base_model: {json.dumps(config.model.name_or_path)}
@@ -41,7 +35,44 @@ A reward model: one number for a text or conversation, higher where people would
 by rayrm from `{config.model.name_or_path}` on preference pairs (Bradley-Terry). Only differences
 between rewards of replies to one prompt have a meaning.
 
-## Load
+{_loading(library, pad_token_id)}
+Plain text, without a chat template, ends with the EOS token. Padding is `{pad_token}`. After the
+export the folder was loaded again and real pairs were scored singly and padded: the largest
+difference to the trained model was {reload_difference:.2g}.
+
+## Results
+
+{_table(("metric", "value"), [(k, f"{v:.4g}") for k, v in sorted(metrics.items())])}
+
+## Data
+
+{_table(("source", "rows", "pairs", "dropped"), _data_rows(report or {"sources": {}}))}
+
+## Configuration
+
+```json
+{json.dumps(config.model_dump(mode="json"), indent=2)}
+```
+
+## Versions
+
+{_table(("package", "version"), [(name, version(name)) for name in ("rayrm", *_PACKAGES)])}
+"""
+
+
+def card_of_merged(card: str) -> str:
+    """Return the card of an adapter as that of the whole model which it was merged into."""
+    card = card.replace("library_name: peft\n", "library_name: transformers\n", 1)
+    example = re.compile(r"^## Load\n.*?^```\n(?=\n)", re.MULTILINE | re.DOTALL)
+    return example.sub(lambda _: _loading("transformers", None), card, count=1)
+
+
+def _loading(library: str, pad_token_id: int | None) -> str:
+    is_adapter = library == "peft"
+    auto_class = f"Auto{'Peft' if is_adapter else ''}ModelForSequenceClassification"
+    # a base of the hub has a language model's labels and padding
+    extra = f", num_labels=1, pad_token_id={pad_token_id}" if is_adapter else ""
+    return f"""## Load
 
 ```python
 from {library} import {auto_class}
@@ -53,28 +84,6 @@ text = tokenizer.apply_chat_template(conversation, tokenize=False)
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 reward = model(**inputs).logits[0].item()
 ```
-
-Plain text, without a chat template, ends with the EOS token. Padding is `{pad_token}`. After the
-export the folder was loaded again and real pairs were scored singly and padded: the largest
-difference to the trained model was {reload_difference:.2g}.
-
-## Results
-
-{_table(("metric", "value"), [(k, f"{v:.4g}") for k, v in sorted(metrics.items())])}
-
-## Data
-
-{_table(("source", "rows", "pairs", "dropped"), _data_rows(report))}
-
-## Configuration
-
-```json
-{json.dumps(config.model_dump(mode="json"), indent=2)}
-```
-
-## Versions
-
-{_table(("package", "version"), [(name, version(name)) for name in ("rayrm", *_PACKAGES)])}
 """
 
 

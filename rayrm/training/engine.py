@@ -259,7 +259,7 @@ def _leave_out_shared_memory_reduction() -> None:
 def _build_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise RayrmError("model: no weight is trained; check model.lora")
+        raise RayrmError("model: no weight is trained; check model.lora, peft and adapter_path")
     matrices = [parameter for parameter in trained if _num_dimensions(parameter) >= 2]
     vectors = [parameter for parameter in trained if _num_dimensions(parameter) < 2]
     groups = [

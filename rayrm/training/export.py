@@ -3,7 +3,8 @@
 import inspect
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ from transformers.utils.hub import cached_file
 from rayrm.config.schema import ModelSection
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
-from rayrm.model.reward import PaddingSide
+from rayrm.model.reward import EncoderRewardModel, PaddingSide, RewardModel
 from rayrm.model.tokenizer import resolve_name_or_path
-from rayrm.training.engine import Engine
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative and absolute difference allowed between trained and reloaded rewards, by dtype: plain
@@ -43,58 +43,57 @@ class Proof:
     """float32 ``[texts]``."""
 
 
-def take_proof(engine: Engine, pairs: Sequence[TokenizedPair]) -> Proof:
-    """Score this rank's ``pairs`` with the trained model; every rank must call this."""
-    batch = engine.pack(pairs)
-    with engine.evaluating():
-        rewards = torch.cat(engine.score(batch)).float().cpu()
+def take_proof(
+    score: Callable[[Sequence[TokenizedPair]], tuple[Tensor, Tensor]],
+    pairs: Sequence[TokenizedPair],
+) -> Proof:
+    """Note what ``score`` makes of both sides of ``pairs``, in evaluation and without gradients."""
+    rewards = torch.cat(score(pairs)).float().cpu()
     texts = [np.concatenate([pair.prompt_ids, pair.chosen_ids]) for pair in pairs]
     texts += [np.concatenate([pair.prompt_ids, pair.rejected_ids]) for pair in pairs]
     return Proof(texts, rewards)
 
 
 def export_model(
-    engine: Engine,
+    trained: RewardModel | EncoderRewardModel,
+    state: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     model: ModelSection,
     *,
-    folder: str | None,
+    folder: str,
     final_path: str,
     proof: Proof,
 ) -> float:
-    """Write a model that plain transformers or peft loads, and prove it; every rank must call this.
+    """Write a model that plain transformers or peft loads, and prove it.
 
     Args:
-        engine: the trained model; its weights are gathered on rank 0.
+        trained: the model; its own weights may be partitioned.
+        state: whole weights by name, those of the adapter where one was trained; emptied.
         tokenizer: saved beside the model, with its chat template.
         model: says whether the adapter or all weights are written.
-        folder: where rank 0 writes; null on the others.
+        folder: where to.
         final_path: where the folder will be in the end.
         proof: rewards that the reloaded model has to give.
 
     Returns:
-        The largest difference of a reloaded reward, on rank 0.
+        The largest difference of a reloaded reward.
 
     Raises:
         CheckpointError: a tensor has the wrong shape, or the reloaded model scores differently.
     """
-    state = engine.gather_state(trained_only=model.lora is not None)
-    if engine.rank != 0:
-        return 0.0
-    assert folder is not None
-    engine.leave_zero()
-    classifier: Any = engine.model.classifier
+    classifier: Any = trained.classifier
     _check_shapes(classifier, state)
     classifier.save_pretrained(folder, state_dict=state)
+    state.clear()  # the proof loads the weights again: one copy at a time
     tokenizer.save_pretrained(folder)
-    if model.lora is not None:
+    if model.trains_adapter:
         _write_adapter_base(folder, final_path, classifier, model)
     return prove_export(
         folder,
         model,
         proof,
         pad_token_id=_pad_token_id(tokenizer),
-        padding_sides=engine.model.padding_sides,
+        padding_sides=trained.padding_sides,
     )
 
 
@@ -116,27 +115,54 @@ def _write_adapter_base(
 
     peft builds the base from its own configuration: with the label count and pad id of a language
     model the trained head would not fit, and padded batches would be read at the wrong token. The
-    weights are linked, not copied.
+    weights are linked, not copied, unless another adapter was merged into them.
     """
     config: Any = classifier.get_base_model().config
     original = resolve_name_or_path(model)
     config.save_pretrained(folder)
-    own = AutoConfig.from_pretrained(
-        original, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    fits = own.num_labels == 1 and own.pad_token_id == config.pad_token_id
-    if fits or "://" in final_path:
-        return
     base = Path(folder, _BASE)
-    base.mkdir()
-    config.save_pretrained(base)
-    for weights in _weight_files(original, model.revision):
-        (base / weights.name).symlink_to(weights)
+    if model.adapter_path is not None and model.has_new_adapter:
+        _load_base(original, config, model).save_pretrained(base)
+    else:
+        own = AutoConfig.from_pretrained(
+            original, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        fits = own.num_labels == 1 and own.pad_token_id == config.pad_token_id
+        fits = fits and Path(original).name != _BASE  # which is another adapter's, and goes with it
+        if fits or "://" in final_path:
+            return
+        base.mkdir()
+        config.save_pretrained(base)
+        for weights in _weight_files(original, model.revision):
+            if Path(original).name == _BASE and not weights.is_symlink():
+                shutil.copyfile(weights, base / weights.name)
+            else:
+                (base / weights.name).symlink_to(weights.resolve())
     adapter_config = Path(folder, "adapter_config.json")
     settings = json.loads(adapter_config.read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = os.path.join(final_path, _BASE)
     settings["revision"] = None
     adapter_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _load_base(path: str, config: Any, model: ModelSection) -> PreTrainedModel:
+    """Load what an adapter sits on: a classifier, with ``model.adapter_path`` merged if it stays.
+
+    The head may be missing in it, since every adapter has its own.
+    """
+    base: Any = AutoModelForSequenceClassification.from_pretrained(
+        path,
+        config=config,
+        revision=model.revision,
+        dtype=getattr(torch, model.dtype),
+        trust_remote_code=model.trust_remote_code,
+    )
+    if model.adapter_path is not None and model.has_new_adapter:
+        below: Any = PeftModel.from_pretrained(
+            base, model.adapter_path, autocast_adapter_dtype=False
+        )
+        base = below.merge_and_unload()
+    return base
 
 
 def _weight_files(name_or_path: str, revision: str) -> list[Path]:
@@ -207,14 +233,16 @@ def _reload(folder: str, model: ModelSection) -> Any:
         "dtype": getattr(torch, model.dtype),
         "trust_remote_code": model.trust_remote_code,
     }
-    if model.lora is None:
+    if not model.trains_adapter:
         return AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
-    has_base = os.path.isdir(os.path.join(folder, _BASE))
-    base: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-        os.path.join(folder, _BASE) if has_base else resolve_name_or_path(model),
-        config=AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code),
-        **options,
-    )
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    own_base = os.path.join(folder, _BASE)
+    if os.path.isdir(own_base):
+        base = AutoModelForSequenceClassification.from_pretrained(
+            own_base, config=config, **options
+        )
+    else:
+        base = _load_base(resolve_name_or_path(model), config, model)
     return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).eval()
 
 

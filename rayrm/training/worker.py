@@ -216,15 +216,25 @@ def _export(
     pairs: list[TokenizedPair],
 ) -> dict[str, Any] | None:
     """Export the model, prove it on real pairs, and return the run's result on rank 0."""
-    proof = take_proof(engine, pairs[:4])
-    common = {"tokenizer": tokenizer, "model": config.model, "final_path": folder.path(MODEL)}
+    with engine.evaluating():
+        proof = take_proof(lambda batch: engine.score(engine.pack(batch)), pairs[:4])
+    state = engine.gather_state(trained_only=config.model.trains_adapter)
     if engine.rank != 0:
-        export_model(engine, folder=None, proof=proof, **common)
         return None
+    engine.leave_zero()
     with folder.building(MODEL) as place:
-        difference = export_model(engine, folder=place, proof=proof, **common)
+        difference = export_model(
+            engine.model,
+            state,
+            tokenizer,
+            config.model,
+            folder=place,
+            final_path=folder.path(MODEL),
+            proof=proof,
+        )
         card = model_card(
             config,
+            is_adapter=config.model.trains_adapter,
             report=folder.read_json(REPORT),
             metrics=progress.metrics,
             pad_token=str(tokenizer.pad_token),

@@ -1,0 +1,228 @@
+"""Export without training: from a checkpoint, an adapter or a model to a folder that loads."""
+
+import json
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from rayrm.config.loader import load_config
+from rayrm.config.schema import ModelSection, RunConfig
+from rayrm.data.packing import pack_pairs
+from rayrm.data.tokenize import TokenizedPair
+from rayrm.errors import CheckpointError, ConfigError
+from rayrm.model.adapters import adapter_has_head, merge_adapter, read_adapter_config
+from rayrm.model.build import build_reward_model
+from rayrm.model.reward import EncoderRewardModel, RewardModel
+from rayrm.model.tokenizer import load_tokenizer
+from rayrm.training.card import card_of_merged, model_card
+from rayrm.training.commits import CHECKPOINTS, PROGRESS, complete_checkpoints, state_file
+from rayrm.training.export import Proof, export_model, take_proof
+from rayrm.training.job import MODEL, REPORT
+from rayrm.training.state import WEIGHT
+from rayrm.training.storage import RunFolder
+
+logger = logging.getLogger(__name__)
+
+Dtype = Literal["bfloat16", "float32"]
+_CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the weights come from."""
+
+    model: ModelSection
+    """What to build, in the dtype that it was trained in."""
+    tokenizer_path: str
+    """Folder or hub name of its tokenizer."""
+    checkpoint: str | None = None
+    """Folder of the training state that is laid over it."""
+    run: RunConfig | None = None
+    """Configuration of the run of ``checkpoint``."""
+    card: str | None = None
+    """Model card that is there already."""
+
+
+def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None = None) -> float:
+    """Write the model of ``source`` to ``out``, reload it with plain libraries and compare.
+
+    Args:
+        source: a run, one of its checkpoints, an adapter or a model. Of a run without an exported
+            model its newest complete checkpoint is taken.
+        out: a folder that is not there yet, or is empty.
+        merge: add an adapter to its base, so that no more than transformers is needed to load it.
+        dtype: of the weights; null keeps that of the training.
+
+    Returns:
+        The largest difference between a reward before and after.
+
+    Raises:
+        ConfigError: there is nothing to export, or no place for it.
+        CheckpointError: the training state is broken, or the reloaded model scores differently.
+    """
+    if os.path.lexists(out) and (not os.path.isdir(out) or os.listdir(out)):
+        raise ConfigError(f"{out}: is there already, and not an empty folder; name another")
+    origin = find_origin(source)
+    if merge and not origin.model.trains_adapter:
+        raise ConfigError(
+            f"{source}: is a whole model, there is nothing to merge; leave out --merge"
+        )
+    # in float32 a merge loses nothing, and a training's master weights are taken as they are
+    section = origin.model.model_copy(update={"dtype": "float32"})
+    tokenizer = load_tokenizer(
+        section.model_copy(update={"name_or_path": origin.tokenizer_path, "revision": "main"})
+        if origin.tokenizer_path != section.name_or_path
+        else section
+    )
+    model = build_reward_model(section, tokenizer, seed=0).eval()
+    if origin.checkpoint is not None:
+        _load_weights(model, origin.checkpoint)
+    proof = _prove_on(model, tokenizer)
+    if merge:
+        model.classifier = merge_adapter(model.classifier)
+        section = section.model_copy(update={"lora": None, "peft": {}, "adapter_path": None})
+    dtype = dtype or origin.model.dtype
+    model.classifier.to(getattr(torch, dtype))
+    state: dict[str, Tensor] = {
+        name: parameter.detach().clone()
+        for name, parameter in model.classifier.named_parameters()
+        if parameter.requires_grad or not section.trains_adapter
+    }
+    folder = RunFolder(os.path.dirname(os.path.abspath(out)))
+    folder.create()
+    with suppress(FileNotFoundError):
+        os.rmdir(out)
+    with folder.building(os.path.basename(os.path.abspath(out))) as place:
+        difference = export_model(
+            model,
+            state,
+            tokenizer,
+            section.model_copy(update={"dtype": dtype}),
+            folder=place,
+            final_path=os.path.abspath(out),
+            proof=proof,
+        )
+        card = _card(origin, tokenizer, is_adapter=section.trains_adapter, difference=difference)
+        if card is not None:
+            Path(place, _CARD).write_text(card, encoding="utf-8")
+    return difference
+
+
+def find_origin(source: str) -> Origin:
+    """Tell what ``source`` is by the files that are there.
+
+    Raises:
+        ConfigError: it is neither a run, a checkpoint, an adapter nor a model with a head.
+    """
+    place = Path(source)
+    if not place.is_dir():
+        raise ConfigError(f"{source}: there is no such folder")
+    if (place / MODEL).is_dir():
+        return find_origin(str(place / MODEL))
+    if (place / PROGRESS).is_file():
+        return _of_checkpoint(place)
+    if (place / CHECKPOINTS).is_dir():
+        saved = complete_checkpoints(RunFolder(str(place)))
+        if not saved:
+            raise ConfigError(f"{source}: this run has no model and no complete checkpoint")
+        logger.info("no exported model: taking the checkpoint of step %d", saved[-1].step)
+        return _of_checkpoint(place / CHECKPOINTS / saved[-1].name)
+    card = place / _CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else None
+    if (place / "adapter_config.json").is_file():
+        base = read_adapter_config(source).base_model_name_or_path
+        if not adapter_has_head(source):
+            raise ConfigError(f"{source}: this adapter has no head; it is not a reward model's")
+        has_tokenizer = (place / "tokenizer_config.json").is_file()
+        section = ModelSection(name_or_path=str(base), adapter_path=source, dtype="float32")
+        return Origin(section, source if has_tokenizer else str(base), card=text)
+    if (place / "config.json").is_file():
+        return Origin(_section_of(source), source, card=text)
+    raise ConfigError(
+        f"{source}: is neither a run of rayrm, one of its checkpoints, an adapter nor a model"
+    )
+
+
+def _section_of(source: str) -> ModelSection:
+    config = AutoConfig.from_pretrained(source)
+    names = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        raise ConfigError(
+            f"{source}: {', '.join(names) or 'this model'} has no scalar head; it is not a reward "
+            "model"
+        )
+    is_half = config.dtype == torch.bfloat16
+    return ModelSection(name_or_path=source, dtype="bfloat16" if is_half else "float32")
+
+
+def _of_checkpoint(place: Path) -> Origin:
+    try:
+        run = load_config(json.loads((place / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{place}: not a complete checkpoint ({error})") from error
+    return Origin(run.model, run.model.name_or_path, checkpoint=str(place), run=run)
+
+
+def _load_weights(model: RewardModel | EncoderRewardModel, checkpoint: str) -> None:
+    """Take the trained weights out of a checkpoint, whatever number of ranks wrote it."""
+    left = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        progress = json.loads(Path(checkpoint, PROGRESS).read_text(encoding="utf-8"))
+        world_size = progress["world_size"]
+        for rank in range(world_size):
+            with safe_open(Path(checkpoint, state_file(rank, world_size)), "pt") as file:
+                for key in file.keys():  # noqa: SIM118, it is no dict
+                    kind, _, name = key.partition(".")
+                    if kind == WEIGHT and name in left:
+                        left.pop(name).data.copy_(file.get_tensor(key))
+    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint}: cannot be read ({error})") from error
+    if left:
+        raise CheckpointError(f"{checkpoint}: {next(iter(left))} is missing in this checkpoint")
+
+
+def _prove_on(model: RewardModel | EncoderRewardModel, tokenizer: Any) -> Proof:
+    """Score texts of ids drawn from the whole vocabulary but the marks."""
+    marks = set(tokenizer.all_special_ids)
+    ids = np.array([i for i in range(len(tokenizer)) if i not in marks], dtype=np.int32)
+    draw = np.random.default_rng(0)
+    pairs = [
+        TokenizedPair(draw.choice(ids, 12), draw.choice(ids, long), draw.choice(ids, short), 0.0)
+        for long, short in ((20, 3), (7, 11))
+    ]
+
+    def score(batch: Any) -> tuple[Tensor, Tensor]:
+        rewards = model(**pack_pairs(batch, model.layout).inputs)
+        chosen, rejected = rewards.view(-1, 2).unbind(1)
+        return chosen, rejected
+
+    with torch.no_grad():
+        return take_proof(score, pairs)
+
+
+def _card(
+    origin: Origin, tokenizer: PreTrainedTokenizerBase, *, is_adapter: bool, difference: float
+) -> str | None:
+    if origin.run is None or origin.checkpoint is None:
+        return origin.card if is_adapter or origin.card is None else card_of_merged(origin.card)
+    progress = json.loads(Path(origin.checkpoint, PROGRESS).read_text(encoding="utf-8"))
+    run_folder = Path(origin.checkpoint).parents[1]
+    report = run_folder / REPORT
+    return model_card(
+        origin.run,
+        is_adapter=is_adapter,
+        report=json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None,
+        metrics=progress["metrics"],
+        pad_token=str(tokenizer.pad_token),
+        pad_token_id=int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))),  # type: ignore[arg-type]
+        reload_difference=difference,
+    )

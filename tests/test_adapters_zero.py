@@ -1,0 +1,145 @@
+"""Whatever is trained under ZeRO-3 scores the same through plain libraries in another process."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrm.config.schema import ModelSection, RunConfig
+from rayrm.training.convert import convert
+from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
+from tests.worlds import in_world
+
+pytestmark = pytest.mark.deepspeed
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": LORA},
+    "all-linear": {"lora": {"r": 4}},
+    "dora": {"lora": {**LORA, "use_dora": True}},
+    "rslora": {"lora": {**LORA, "use_rslora": True}},
+    "continued": {"adapter_path": "all-linear"},
+    "stacked": {"adapter_path": "dora", "lora": LORA},
+    "loha": {"peft": {"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj", "down_proj"]}},
+}
+"""What of the model is trained; an adapter goes on from the case that it names."""
+BASES = [f"{ties}, {pad}" for ties, pad in product(("tied", "untied"), ("pad is eos", "own pad"))]
+
+SCORE_PLAINLY = """
+import json, sys, torch
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
+
+job = json.load(sys.stdin)
+rewards = {}
+for name, (folder, texts, pad) in job.items():
+    is_adapter = not name.endswith("merged") and "full" not in name
+    auto = AutoPeftModelForSequenceClassification if is_adapter else AutoModelForSequenceClassification
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    width = max(map(len, texts))
+    input_ids = torch.tensor([text + [pad] * (width - len(text)) for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+    with torch.no_grad():
+        rewards[name] = {
+            "padded": model(input_ids=input_ids, attention_mask=mask).logits[:, 0].tolist(),
+            "single": [model(input_ids=torch.tensor([text])).logits[0].item() for text in texts],
+        }
+print(json.dumps(rewards))
+"""
+
+
+def train_and_export(job: dict[str, Any]) -> dict[str, Any]:
+    """Train each case a little, export it, and return its texts, their rewards and its padding."""
+    return {
+        f"{base}, {trained}": _train_one(Path(job["folder"]), base, trained)
+        for base in BASES
+        for trained in TRAINED
+    }
+
+
+def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
+    from rayrm.data.plan import Cutting
+    from rayrm.model.tokenizer import load_tokenizer
+    from rayrm.training.engine import Engine
+    from rayrm.training.export import export_model, take_proof
+    from rayrm.training.loop import pair_losses
+
+    options = dict(TRAINED[trained])
+    if "adapter_path" in options:
+        options["adapter_path"] = str(place / f"{base}, {options['adapter_path']}")
+    section = {"name_or_path": str(place / base), "dtype": "float32", **options}
+    config = RunConfig.model_validate({"model": section, "train": {"learning_rate": 3e-2}})
+    tokenizer = load_tokenizer(config.model)
+    engine = Engine(config, tokenizer, num_steps=4)
+    engine.cutting = Cutting(engine.cutting.layout, 1000)
+    rng = np.random.default_rng(engine.rank)
+    pairs = [
+        pair_of(*(rng.integers(10, 300, n).tolist() for n in rng.integers(1, 12, 3)))
+        for _ in range(3)
+    ]
+    for _ in range(2):
+        batch = engine.pack(pairs)
+        loss = pair_losses(*engine.score(batch), batch, config.loss).sum() / 6
+        engine.backward(loss, ends_step=True)
+    with engine.evaluating():
+        proof = take_proof(lambda part: engine.score(engine.pack(part)), pairs)
+    state = engine.gather_state(trained_only=config.model.trains_adapter)
+    engine.leave_zero()
+    if engine.rank == 0:
+        folder = place / f"{base}, {trained}"
+        folder.mkdir()
+        export_model(
+            engine.model,
+            state,
+            tokenizer,
+            config.model,
+            folder=str(folder),
+            final_path=str(folder),
+            proof=proof,
+        )
+    engine.gather_objects(None)  # the next case may go on from these files
+    return {
+        "texts": [text.tolist() for text in proof.texts],
+        "rewards": proof.rewards.tolist(),
+        "pad": tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)),
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_trained_reloaded_and_merged_rewards_are_one(num_ranks: int, tmp_path: Path) -> None:
+    for base in BASES:
+        tokenizer = word_tokenizer(pad_token="<eos>" if "pad is eos" in base else "<pad>")
+        tiny_llama_folder(tmp_path / base, tokenizer, tied=base.startswith("tied"))
+    trained = in_world(
+        train_and_export, {"folder": str(tmp_path)}, num_ranks=num_ranks, folder=tmp_path
+    )
+    job: dict[str, Any] = {}
+    for name, case in trained.items():
+        job[name] = (str(tmp_path / name), case["texts"], case["pad"])
+        if "full" not in name:
+            merged = str(tmp_path / f"{name}, merged")
+            assert convert(str(tmp_path / name), merged, merge=True) < 1e-4
+            job[f"{name}, merged"] = (merged, case["texts"], case["pad"])
+    done = subprocess.run(
+        [sys.executable, "-c", SCORE_PLAINLY],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name, rewards in json.loads(done.stdout.splitlines()[-1]).items():
+        expected = trained[name.removesuffix(", merged")]["rewards"]
+        assert len(set(expected)) == len(expected), name
+        for how, found in rewards.items():
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), (name, how)
+
+
+def test_every_case_differs_from_its_base_and_from_what_it_goes_on_from() -> None:
+    sections = [str(ModelSection(**{"adapter_path": None, **case})) for case in TRAINED.values()]
+    assert len(set(sections)) == len(TRAINED)
