@@ -40,8 +40,8 @@ job = json.load(sys.stdin)
 rewards = {}
 for name, (folder, texts, pad) in job.items():
     is_adapter = not name.endswith("merged") and "full" not in name
-    auto = AutoPeftModelForSequenceClassification if is_adapter else AutoModelForSequenceClassification
-    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    plain, adapted = AutoModelForSequenceClassification, AutoPeftModelForSequenceClassification
+    model = (adapted if is_adapter else plain).from_pretrained(folder, dtype=torch.float32).eval()
     width = max(map(len, texts))
     input_ids = torch.tensor([text + [pad] * (width - len(text)) for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])

@@ -1,6 +1,7 @@
 """The flat row gives what the padded rows give: rewards, and the gradient of every parameter."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from rayrm.config.schema import LoraSection
+from rayrm.config.schema import LoraSection, ModelSection
 from rayrm.data.packing import PackedBatch, pack_pairs, pack_replies
 from rayrm.data.plan import Layout
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import RayrmError
-from rayrm.model.adapters import add_lora
+from rayrm.model.adapters import add_adapter
 from rayrm.model.loss import bradley_terry_loss
 from rayrm.model.reward import RewardModel, checkpoint_activations
 from rayrm.model.shared_prompt import reason_against, shared_prompt_attention
@@ -69,7 +70,12 @@ def model_of(classifier: PreTrainedModel, *, lora: bool = False) -> RewardModel:
     head = classifier.get_submodule("score")
     wrapped: nn.Module = classifier
     if lora:
-        wrapped = add_lora(classifier, LoraSection(r=4), head="score")
+        _, wrapped = add_adapter(
+            classifier,
+            ModelSection(lora=LoraSection(r=4)),
+            head="score",
+            gather=lambda parameters: nullcontext(),
+        )
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():
                 if "lora_B" in name:
