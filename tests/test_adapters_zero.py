@@ -111,7 +111,7 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trained_reloaded_and_merged_rewards_are_one(num_ranks: int, tmp_path: Path) -> None:
     for base in BASES:
         tokenizer = word_tokenizer(pad_token="<eos>" if "pad is eos" in base else "<pad>")
