@@ -116,6 +116,11 @@ class ModelSection(Section):
         return self.has_new_adapter or self.adapter_path is not None
 
     @property
+    def stacks_adapter(self) -> bool:
+        """Whether a saved adapter is merged into the weights below a new one."""
+        return self.has_new_adapter and self.adapter_path is not None
+
+    @property
     def has_new_adapter(self) -> bool:
         """Whether an adapter is made anew."""
         return self.lora is not None or bool(self.peft)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 from peft import (
@@ -18,7 +19,8 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rayrm.config.schema import LoraSection, ModelSection
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 """Opens a context in which partitioned parameters are whole, and in which rank 0 may write them."""
 
+HEADS = ("score", "classifier")
+"""Names of the head in transformers' sequence classifiers; peft knows the same."""
 _NEED_MORE = {
     PeftType.ADALORA: "its ranks are cut during training",
     PeftType.XLORA: "it mixes adapters that are trained already",
@@ -62,7 +66,7 @@ def add_adapter(
     """
     if model.adapter_path is not None:
         wrapped = _reload_adapter(classifier, model.adapter_path, head=head, gather=gather)
-        if not model.has_new_adapter:
+        if not model.stacks_adapter:
             return classifier, wrapped
         classifier = merge_adapter(wrapped, gather)
     field = "model.peft" if model.peft else "model.lora"
@@ -146,28 +150,48 @@ def _reload_adapter(
 ) -> PeftModel:
     """Wrap in a saved adapter, trained on; a head that it has not stays the classifier's."""
     config: Any = read_adapter_config(adapter_path)
-    if config.task_type != TaskType.SEQ_CLS:
-        logger.info("%s was trained as %s: its head is new", adapter_path, config.task_type)
     config.task_type, config.inference_mode = None, False
     wrapped = _wrap(classifier, config, head=head, field="model.adapter_path", gather=gather)
     is_meta = next(wrapped.parameters()).is_meta
     trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    weights = _read_weights(adapter_path)
     try:
-        weights = load_peft_weights(adapter_path, device="cpu")
         with gather(list(trained.values())):
+            new_head = _add_missing_head(weights, trained, head)
             # without weights to fill there are only shapes to compare
             found = set_peft_model_state_dict(wrapped, weights, low_cpu_mem_usage=is_meta)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (ValueError, KeyError, RuntimeError) as error:
         first = str(error).strip().split("\n")[:2]
         raise _of_another_base(adapter_path, " ".join(line.strip() for line in first)) from error
     missing = [name for name in found.missing_keys if name in trained]
-    new_head = [name for name in missing if f".{head}." in name]
-    if found.unexpected_keys or len(new_head) < len(missing):
+    if found.unexpected_keys or missing:
         name = (found.unexpected_keys or missing)[0]
         raise _of_another_base(adapter_path, f"{name} is in one of the two alone")
     if new_head:
-        logger.info("new weights, drawn from run.seed: %s", ", ".join(new_head))
+        logger.info("%s has no head: %s stay as in the model", adapter_path, ", ".join(new_head))
     return wrapped
+
+
+def _read_weights(adapter_path: str) -> dict[str, Tensor]:
+    try:
+        return load_peft_weights(adapter_path, device="cpu")
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"model.adapter_path: the weights in {adapter_path} cannot be read ({first_line}); "
+            "copy the adapter again"
+        ) from error
+
+
+def _add_missing_head(
+    weights: dict[str, Tensor], trained: dict[str, nn.Parameter], head: str
+) -> list[str]:
+    """Lay the model's own head beside an adapter that has none; return the names it lacked."""
+    inside = f".{head}.modules_to_save.default."
+    own = {name.replace(inside, f".{head}."): p for name, p in trained.items() if inside in name}
+    missing = [name for name in own if name not in weights]
+    weights.update({name: own[name].detach() for name in missing})
+    return missing
 
 
 def _of_another_base(adapter_path: str, reason: str) -> ConfigError:
@@ -180,8 +204,8 @@ def _of_another_base(adapter_path: str, reason: str) -> ConfigError:
 
 def adapter_has_head(adapter_path: str) -> bool:
     """Whether a saved adapter brings the head that it was trained with."""
-    names = load_peft_weights(adapter_path, device="cpu")
-    return any(f".{head}." in name for name in names for head in ("score", "classifier"))
+    names = _read_weights(adapter_path)
+    return any(f".{head}." in name for name in names for head in HEADS)
 
 
 def merge_adapter(wrapped: Any, gather: Gather = lambda parameters: nullcontext()) -> Any:
