@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrm.config.schema import ModelSection, RunConfig
+from rayrm.config.schema import RunConfig
 from rayrm.training.convert import convert
 from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
 from tests.worlds import in_world
@@ -83,6 +83,8 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
         pair_of(*(rng.integers(10, 300, n).tolist() for n in rng.integers(1, 12, 3)))
         for _ in range(3)
     ]
+    with engine.evaluating():
+        before = take_proof(lambda part: engine.score(engine.pack(part)), pairs)
     for _ in range(2):
         batch = engine.pack(pairs)
         loss = pair_losses(*engine.score(batch), batch, config.loss).sum() / 6
@@ -106,6 +108,7 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
     engine.gather_objects(None)  # the next case may go on from these files
     return {
         "texts": [text.tolist() for text in proof.texts],
+        "before": before.rewards.tolist(),
         "rewards": proof.rewards.tolist(),
         "pad": tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)),
     }
@@ -133,13 +136,14 @@ def test_trained_reloaded_and_merged_rewards_are_one(num_ranks: int, tmp_path: P
         text=True,
         check=True,
     )
+    for base, (name, options) in product(BASES, TRAINED.items()):
+        case = trained[f"{base}, {name}"]
+        assert case["before"] != pytest.approx(case["rewards"], abs=1e-3), name  # it was trained
+        if "adapter_path" in options:
+            left = trained[f"{base}, {options['adapter_path']}"]["rewards"]
+            assert case["before"] == pytest.approx(left, rel=1e-5, abs=1e-5), name
     for name, rewards in json.loads(done.stdout.splitlines()[-1]).items():
         expected = trained[name.removesuffix(", merged")]["rewards"]
         assert len(set(expected)) == len(expected), name
         for how, found in rewards.items():
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), (name, how)
-
-
-def test_every_case_differs_from_its_base_and_from_what_it_goes_on_from() -> None:
-    sections = [str(ModelSection(**{"adapter_path": None, **case})) for case in TRAINED.values()]
-    assert len(set(sections)) == len(TRAINED)

@@ -18,10 +18,10 @@ from transformers import (
 
 from rayrm.config.schema import ModelSection, SharedPrompt
 from rayrm.errors import ConfigError
-from rayrm.model.adapters import Gather, add_adapter, read_adapter_config
+from rayrm.model.adapters import HEADS, Gather, add_adapter, read_adapter_config
 from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
 from rayrm.model.shared_prompt import reason_against
-from rayrm.model.tokenizer import resolve_name_or_path
+from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
             "not fit into an adapter; name a token that never ends a text"
         )
     config.num_labels = 1
-    config.pad_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
+    config.pad_token_id = pad_token_id(tokenizer)
     if tokenizer.eos_token_id is not None:
         config.eos_token_id = tokenizer.eos_token_id
     if model.disable_dropout:
@@ -101,14 +101,13 @@ def build_reward_model(
     """
     torch.manual_seed(seed)  # for what is drawn elsewhere: adapters, the embedding of a new token
     config = load_config(model, tokenizer)
-    pad_token_id = config.pad_token_id
     has_new_token = len(tokenizer) > config.get_text_config().vocab_size
     if has_new_token:
         config.pad_token_id = None  # the embeddings to be loaded have no place for it yet
     classifier, new_weights = _load_classifier(model, config)
     if has_new_token:
         classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        classifier.config.pad_token_id = pad_token_id
+        classifier.config.pad_token_id = pad_token_id(tokenizer)
     if new_weights:
         logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
         _draw_weights(classifier, new_weights, seed, gather)
@@ -146,9 +145,7 @@ def _dressed(
     gather: Gather = lambda parameters: nullcontext(),
 ) -> RewardModel | EncoderRewardModel:
     """Give a classifier its float32 head, its adapters and its layout."""
-    head_name = next(
-        (name for name, _ in classifier.named_children() if name in ("score", "classifier")), None
-    )
+    head_name = next((name for name, _ in classifier.named_children() if name in HEADS), None)
     if head_name is None:
         raise ConfigError(f"model.name_or_path: {type(classifier).__name__} has no scalar head")
     is_decoder = head_name == "score" and isinstance(classifier.get_submodule("score"), nn.Linear)

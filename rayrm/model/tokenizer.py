@@ -62,6 +62,13 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the pad token that ``load_tokenizer`` settled."""
+    found = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
+    assert isinstance(found, int)
+    return found
+
+
 def _from_pretrained(path: str, *, field: str, **options: Any) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, **options)

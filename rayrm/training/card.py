@@ -5,7 +5,10 @@ import re
 from importlib.metadata import version
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rayrm.config.schema import RunConfig
+from rayrm.model.tokenizer import pad_token_id
 
 _PACKAGES = ("torch", "transformers", "peft", "ray", "deepspeed", "accelerate")
 
@@ -16,8 +19,7 @@ def model_card(
     is_adapter: bool,
     report: dict[str, Any] | None,
     metrics: dict[str, float],
-    pad_token: str,
-    pad_token_id: int,
+    tokenizer: PreTrainedTokenizerBase,
     reload_difference: float,
 ) -> str:
     """Return a card in Markdown: what it is, how it was trained, on what, how well, how to load."""
@@ -35,10 +37,10 @@ A reward model: one number for a text or conversation, higher where people would
 by rayrm from `{config.model.name_or_path}` on preference pairs (Bradley-Terry). Only differences
 between rewards of replies to one prompt have a meaning.
 
-{_loading(library, pad_token_id)}
-Plain text, without a chat template, ends with the EOS token. Padding is `{pad_token}`. After the
-export the folder was loaded again and real pairs were scored singly and padded: the largest
-difference to the trained model was {reload_difference:.2g}.
+{_loading(library, pad_token_id(tokenizer))}
+Plain text, without a chat template, ends with the EOS token. Padding is `{tokenizer.pad_token}`.
+After the export the folder was loaded again and real pairs were scored singly and padded: the
+largest difference to the trained model was {reload_difference:.2g}.
 
 ## Results
 
@@ -67,11 +69,11 @@ def card_of_merged(card: str) -> str:
     return example.sub(lambda _: _loading("transformers", None), card, count=1)
 
 
-def _loading(library: str, pad_token_id: int | None) -> str:
+def _loading(library: str, pad_id: int | None) -> str:
     is_adapter = library == "peft"
     auto_class = f"Auto{'Peft' if is_adapter else ''}ModelForSequenceClassification"
     # a base of the hub has a language model's labels and padding
-    extra = f", num_labels=1, pad_token_id={pad_token_id}" if is_adapter else ""
+    extra = f", num_labels=1, pad_token_id={pad_id}" if is_adapter else ""
     return f"""## Load
 
 ```python

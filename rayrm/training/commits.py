@@ -21,6 +21,8 @@ ASIDE = "part_"
 """Begins the name of a checkpoint on its way into that folder."""
 PROGRESS = "progress.json"
 SCHEDULE = "schedule.json"
+WEIGHT = "weight"
+"""Begins the key of a trained weight in a state file; its parameter's name follows."""
 _RECORD = f"{CHECKPOINTS}/checkpoint_manager_snapshot.json"
 
 

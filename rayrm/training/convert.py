@@ -24,10 +24,15 @@ from rayrm.model.build import build_reward_model
 from rayrm.model.reward import EncoderRewardModel, RewardModel
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.card import card_of_merged, model_card
-from rayrm.training.commits import CHECKPOINTS, PROGRESS, complete_checkpoints, state_file
+from rayrm.training.commits import (
+    CHECKPOINTS,
+    PROGRESS,
+    WEIGHT,
+    complete_checkpoints,
+    state_file,
+)
 from rayrm.training.export import Proof, export_model, take_proof
 from rayrm.training.job import MODEL, REPORT
-from rayrm.training.state import WEIGHT
 from rayrm.training.storage import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -78,11 +83,7 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
         )
     # in float32 a merge loses nothing, and a training's master weights are taken as they are
     section = origin.model.model_copy(update={"dtype": "float32"})
-    tokenizer = load_tokenizer(
-        section.model_copy(update={"name_or_path": origin.tokenizer_path, "revision": "main"})
-        if origin.tokenizer_path != section.name_or_path
-        else section
-    )
+    tokenizer = load_tokenizer(section.model_copy(update={"name_or_path": origin.tokenizer_path}))
     model = build_reward_model(section, tokenizer, seed=0).eval()
     if origin.checkpoint is not None:
         _load_weights(model, origin.checkpoint)
@@ -93,7 +94,7 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
     dtype = dtype or origin.model.dtype
     model.classifier.to(getattr(torch, dtype))
     state: dict[str, Tensor] = {
-        name: parameter.detach().clone()
+        name: parameter.detach()
         for name, parameter in model.classifier.named_parameters()
         if parameter.requires_grad or not section.trains_adapter
     }
@@ -143,7 +144,12 @@ def find_origin(source: str) -> Origin:
         if not adapter_has_head(source):
             raise ConfigError(f"{source}: this adapter has no head; it is not a reward model's")
         has_tokenizer = (place / "tokenizer_config.json").is_file()
-        section = ModelSection(name_or_path=str(base), adapter_path=source, dtype="float32")
+        told_by = source if (place / "config.json").is_file() else str(base)
+        section = ModelSection(
+            name_or_path=str(base),
+            adapter_path=source,
+            dtype=_dtype_of(AutoConfig.from_pretrained(told_by)),
+        )
         return Origin(section, source if has_tokenizer else str(base), card=text)
     if (place / "config.json").is_file():
         return Origin(_section_of(source), source, card=text)
@@ -160,8 +166,11 @@ def _section_of(source: str) -> ModelSection:
             f"{source}: {', '.join(names) or 'this model'} has no scalar head; it is not a reward "
             "model"
         )
-    is_half = config.dtype == torch.bfloat16
-    return ModelSection(name_or_path=source, dtype="bfloat16" if is_half else "float32")
+    return ModelSection(name_or_path=source, dtype=_dtype_of(config))
+
+
+def _dtype_of(config: Any) -> Dtype:
+    return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
 
 
 def _of_checkpoint(place: Path) -> Origin:
@@ -222,7 +231,6 @@ def _card(
         is_adapter=is_adapter,
         report=json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None,
         metrics=progress["metrics"],
-        pad_token=str(tokenizer.pad_token),
-        pad_token_id=int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))),  # type: ignore[arg-type]
+        tokenizer=tokenizer,
         reload_difference=difference,
     )

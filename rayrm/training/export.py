@@ -24,13 +24,15 @@ from transformers.utils.hub import cached_file
 from rayrm.config.schema import ModelSection
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
+from rayrm.model.adapters import merge_adapter
 from rayrm.model.reward import EncoderRewardModel, PaddingSide, RewardModel
-from rayrm.model.tokenizer import resolve_name_or_path
+from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative and absolute difference allowed between trained and reloaded rewards, by dtype: plain
 transformers computes the head in the model's dtype, rayrm in float32."""
 _BASE = "base"
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def take_proof(
     score: Callable[[Sequence[TokenizedPair]], tuple[Tensor, Tensor]],
     pairs: Sequence[TokenizedPair],
 ) -> Proof:
-    """Note what ``score`` makes of both sides of ``pairs``, in evaluation and without gradients."""
+    """Note what ``score`` makes of both sides of ``pairs``; it is to score as in evaluation."""
     rewards = torch.cat(score(pairs)).float().cpu()
     texts = [np.concatenate([pair.prompt_ids, pair.chosen_ids]) for pair in pairs]
     texts += [np.concatenate([pair.prompt_ids, pair.rejected_ids]) for pair in pairs]
@@ -92,7 +94,7 @@ def export_model(
         folder,
         model,
         proof,
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=pad_token_id(tokenizer),
         padding_sides=trained.padding_sides,
     )
 
@@ -121,48 +123,44 @@ def _write_adapter_base(
     original = resolve_name_or_path(model)
     config.save_pretrained(folder)
     base = Path(folder, _BASE)
-    if model.adapter_path is not None and model.has_new_adapter:
-        _load_base(original, config, model).save_pretrained(base)
+    if model.stacks_adapter:
+        plain = _load_plain(original, config, model)
+        below = PeftModel.from_pretrained(
+            plain, str(model.adapter_path), autocast_adapter_dtype=False
+        )
+        merge_adapter(below).save_pretrained(base)
     else:
         own = AutoConfig.from_pretrained(
             original, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        # the base inside another adapter's folder may go when that goes
+        is_anothers = Path(original).name == _BASE and Path(original, "..", _ADAPTER).is_file()
         fits = own.num_labels == 1 and own.pad_token_id == config.pad_token_id
-        fits = fits and Path(original).name != _BASE  # which is another adapter's, and goes with it
-        if fits or "://" in final_path:
+        if (fits and not is_anothers) or "://" in final_path:
             return
         base.mkdir()
         config.save_pretrained(base)
         for weights in _weight_files(original, model.revision):
-            if Path(original).name == _BASE and not weights.is_symlink():
+            if is_anothers and not weights.is_symlink():
                 shutil.copyfile(weights, base / weights.name)
             else:
                 (base / weights.name).symlink_to(weights.resolve())
-    adapter_config = Path(folder, "adapter_config.json")
+    adapter_config = Path(folder, _ADAPTER)
     settings = json.loads(adapter_config.read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = os.path.join(final_path, _BASE)
     settings["revision"] = None
     adapter_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _load_base(path: str, config: Any, model: ModelSection) -> PreTrainedModel:
-    """Load what an adapter sits on: a classifier, with ``model.adapter_path`` merged if it stays.
-
-    The head may be missing in it, since every adapter has its own.
-    """
-    base: Any = AutoModelForSequenceClassification.from_pretrained(
+def _load_plain(path: str, config: Any, model: ModelSection) -> PreTrainedModel:
+    """Load what an adapter sits on; it may lack the head, of which every adapter has its own."""
+    return AutoModelForSequenceClassification.from_pretrained(
         path,
         config=config,
         revision=model.revision,
         dtype=getattr(torch, model.dtype),
         trust_remote_code=model.trust_remote_code,
     )
-    if model.adapter_path is not None and model.has_new_adapter:
-        below: Any = PeftModel.from_pretrained(
-            base, model.adapter_path, autocast_adapter_dtype=False
-        )
-        base = below.merge_and_unload()
-    return base
 
 
 def _weight_files(name_or_path: str, revision: str) -> list[Path]:
@@ -179,12 +177,6 @@ def _weight_files(name_or_path: str, revision: str) -> list[Path]:
         return [Path(found).absolute()]
     shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
     return [Path(found).absolute(), *(Path(found).absolute().parent / shard for shard in shards)]
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    pad_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token))
-    assert isinstance(pad_token_id, int)
-    return pad_token_id
 
 
 def prove_export(
@@ -229,20 +221,13 @@ def prove_export(
 
 
 def _reload(folder: str, model: ModelSection) -> Any:
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, model.dtype),
-        "trust_remote_code": model.trust_remote_code,
-    }
+    trust = model.trust_remote_code
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     if not model.trains_adapter:
-        return AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        return _load_plain(folder, config, model).eval()
     own_base = os.path.join(folder, _BASE)
-    if os.path.isdir(own_base):
-        base = AutoModelForSequenceClassification.from_pretrained(
-            own_base, config=config, **options
-        )
-    else:
-        base = _load_base(resolve_name_or_path(model), config, model)
+    path = own_base if os.path.isdir(own_base) else resolve_name_or_path(model)
+    base = _load_plain(path, config, model)
     return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).eval()
 
 

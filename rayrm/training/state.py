@@ -25,9 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rayrm.errors import CheckpointError
-from rayrm.training.commits import SCHEDULE, state_file
+from rayrm.training.commits import SCHEDULE, WEIGHT, state_file
 
-WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square (Kingma and Ba 2014)."""
 KINDS = (WEIGHT, *MOMENTS)

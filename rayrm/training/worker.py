@@ -237,8 +237,7 @@ def _export(
             is_adapter=config.model.trains_adapter,
             report=folder.read_json(REPORT),
             metrics=progress.metrics,
-            pad_token=str(tokenizer.pad_token),
-            pad_token_id=tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)),
+            tokenizer=tokenizer,
             reload_difference=difference,
         )
         with open(f"{place}/README.md", "w", encoding="utf-8") as file:

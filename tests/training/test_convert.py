@@ -1,0 +1,132 @@
+"""``rayrm.export``: what it takes, what it refuses, and that rewards stay."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from rayrm.config.schema import ModelSection
+from rayrm.errors import ConfigError, RayrmError
+from rayrm.export import push
+from rayrm.model.build import build_reward_model
+from rayrm.model.tokenizer import load_tokenizer
+from rayrm.training.convert import convert
+from tests.builders import tiny_llama_folder, word_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A reward model in float32."""
+    return tiny_llama_folder(tmp_path / "model", word_tokenizer(), num_labels=1)
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    """An adapter that changes every reward, saved with its tokenizer."""
+    section = ModelSection.model_validate(
+        {"name_or_path": str(model), "dtype": "float32", "lora": {"r": 2}}
+    )
+    tokenizer = load_tokenizer(section)
+    built = build_reward_model(section, tokenizer, seed=0)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)
+    folder = tmp_path / "adapter"
+    classifier: Any = built.classifier
+    classifier.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_adapter_is_a_plain_model_of_the_dtype_asked_for(
+    dtype: Any, adapter: Path, tmp_path: Path
+) -> None:
+    convert(str(adapter), str(tmp_path / "out"), merge=True, dtype=dtype)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert next(found.parameters()).dtype == getattr(torch, dtype)
+
+
+def test_an_adapter_keeps_the_dtype_of_its_base_where_none_is_asked_for(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    half = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.bfloat16)
+    half.save_pretrained(model)
+    convert(str(adapter), str(tmp_path / "out"), merge=True)
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_an_export_of_an_export_is_the_same(model: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    convert(str(model), str(one))
+    convert(str(one), str(two))
+    names = {path.name for path in one.iterdir()}
+    assert "model.safetensors" in names
+    assert {path.name for path in two.iterdir()} == names
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+
+
+def test_what_is_there_already_is_not_overwritten(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already, and not an empty folder"):
+        convert(str(model), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "mine").read_text() == "mine"
+
+
+def test_a_whole_model_has_nothing_to_merge(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to merge; leave out --merge"):
+        convert(str(model), str(tmp_path / "out"), merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    causal = tiny_llama_folder(tmp_path / "causal", word_tokenizer())
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no scalar head"):
+        convert(str(causal), str(tmp_path / "out"))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "else").mkdir()
+    with pytest.raises(ConfigError, match="is neither a run of rayrm, one of its checkpoints"):
+        convert(str(tmp_path / "else"), str(tmp_path / "out"))
+
+
+def test_an_adapter_without_a_head_is_refused(adapter: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = adapter / "adapter_model.safetensors"
+    kept = {name: t for name, t in load_file(weights).items() if ".score." not in name}
+    save_file(kept, weights)
+    with pytest.raises(ConfigError, match="this adapter has no head"):
+        convert(str(adapter), str(tmp_path / "out"), merge=True)
+
+
+def test_the_command_tells_where_the_model_is_and_ends_with_2_for_a_wrong_one(
+    adapter: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "rayrm.export", str(adapter)]
+    done = subprocess.run([*command, str(tmp_path / "out"), "--merge"], capture_output=True)
+    assert done.returncode == 0
+    assert f"model: {tmp_path / 'out'}\n" in done.stdout.decode()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["id2label"] == {
+        "0": "LABEL_0"
+    }
+    again = subprocess.run([*command, str(tmp_path / "out")], capture_output=True)
+    assert again.returncode == 2
+    assert "is there already" in again.stderr.decode()
+
+
+def test_a_push_that_fails_names_the_folder_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "no-token")
+    with pytest.raises(RayrmError, match=rf"--push-to-hub a/b: .*the model is at {tmp_path}"):
+        push(str(tmp_path), "a/b")
