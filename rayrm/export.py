@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
 from rayrm.cli import exit_status
-from rayrm.errors import RayrmError
+from rayrm.errors import ConfigError, RayrmError
 
 PURPOSE = """Write a reward model to a folder that plain transformers or peft loads.
 
@@ -16,10 +16,22 @@ def export(given: Namespace) -> None:
     """Export what the command line asks for and say where it is."""
     from rayrm.training.convert import convert  # loads torch, which --help never needs
 
+    if given.push_to_hub is not None:
+        check_name(given.push_to_hub)
     difference = convert(given.source, given.out, merge=given.merge, dtype=given.dtype)
     print(f"model: {given.out}\nlargest difference of a reward after reloading: {difference:.2g}")
     if given.push_to_hub is not None:
         print(f"hub: {push(given.out, given.push_to_hub)}")
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that the hub cannot have, before there is anything to upload."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"--push-to-hub: {error}") from error
 
 
 def push(folder: str, name: str) -> str:
@@ -33,11 +45,13 @@ def push(folder: str, name: str) -> str:
     try:
         url = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=folder)
-    except (OSError, ValueError) as error:  # what the hub's errors are built on
+    except (
+        Exception
+    ) as error:  # of the hub, its client or the network: the model stands all the same
         first_line = str(error).strip().split("\n")[0]
         raise RayrmError(
-            f"--push-to-hub {name}: {first_line}; the model is at {folder}: log in "
-            "(hf auth login, or HF_TOKEN), then hf upload"
+            f"--push-to-hub {name}: {first_line}; the model is at {folder}: be online and logged "
+            f"in (hf auth login, or HF_TOKEN), then hf upload {name} {folder}"
         ) from error
     return str(url)
 

@@ -27,6 +27,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "continued": {"adapter_path": "all-linear"},
     "stacked": {"adapter_path": "dora", "lora": LORA},
     "loha": {"peft": {"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj", "down_proj"]}},
+    "vera": {"peft": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}},
+    "norms": {"peft": {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm"]}},
 }
 """What of the model is trained; an adapter goes on from the case that it names."""
 BASES = [f"{ties}, {pad}" for ties, pad in product(("tied", "untied"), ("pad is eos", "own pad"))]

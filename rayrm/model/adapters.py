@@ -19,6 +19,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -109,10 +110,16 @@ def _peft_config(fields: dict[str, Any]) -> PeftConfig:
     known = sorted(kind.value for kind in PeftType)
     if name not in known:
         raise ConfigError(f"model.peft: peft_type {name} is none of {', '.join(known)}")
+    _check_kind(PeftType(name), "model.peft")  # first: it may ask for fields that change nothing
     try:
         return get_peft_config({**fields, "peft_type": name})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.peft: {error}") from error
+
+
+def _check_kind(kind: PeftType, field: str) -> None:
+    if kind in _NEED_MORE:
+        raise ConfigError(f"{field}: {kind.value} does not train here: {_NEED_MORE[kind]}")
 
 
 def _wrap(
@@ -126,8 +133,7 @@ def _wrap(
             f"{field}: {kind.value} puts vectors of its own before the text or into attention; "
             "take a method that wraps layers, such as LORA, LOHA, LOKR, IA3, OFT or VERA"
         )
-    if kind in _NEED_MORE:
-        raise ConfigError(f"{field}: {kind.value} does not train here: {_NEED_MORE[kind]}")
+    _check_kind(kind, field)
     if given.task_type not in (None, TaskType.SEQ_CLS):
         raise ConfigError(
             f"{field}: task_type is {given.task_type}; a reward model's is SEQ_CLS: leave it out"
@@ -173,6 +179,9 @@ def _reload_adapter(
 
 
 def _read_weights(adapter_path: str) -> dict[str, Tensor]:
+    names = ("adapter_model.safetensors", "adapter_model.bin")
+    if not any(Path(adapter_path, name).is_file() for name in names):
+        raise ConfigError(f"model.adapter_path: {adapter_path} has no weights ({names[0]})")
     try:
         return load_peft_weights(adapter_path, device="cpu")
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
@@ -218,6 +227,9 @@ def merge_adapter(wrapped: Any, gather: Gather = lambda parameters: nullcontext(
             with gather(list(cast("nn.Module", module).parameters())):
                 module.merge()
     merged = wrapped.merge_and_unload()  # each layer is merged; takes over what was trained whole
+    for name, module in list(merged.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):  # not every method takes the head over
+            merged.set_submodule(name, module.modules_to_save[module.active_adapters[0]])
     for parameter in merged.parameters():
         parameter.requires_grad_(True)
     return merged

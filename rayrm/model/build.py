@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -197,7 +198,7 @@ def _load_classifier(
             output_loading_info=True,
             **init_kwargs,
         )
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         raise _not_loaded(model, error) from error
     return classifier, set(info["missing_keys"])
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,8 +73,8 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
         ConfigError: there is nothing to export, or no place for it.
         CheckpointError: the training state is broken, or the reloaded model scores differently.
     """
-    if os.path.lexists(out) and (not os.path.isdir(out) or os.listdir(out)):
-        raise ConfigError(f"{out}: is there already, and not an empty folder; name another")
+    source, out = os.path.expanduser(source), os.path.abspath(os.path.expanduser(out))
+    _check_place(source, out)
     origin = find_origin(source)
     if merge and not origin.model.trains_adapter:
         raise ConfigError(
@@ -98,24 +97,33 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
         for name, parameter in model.classifier.named_parameters()
         if parameter.requires_grad or not section.trains_adapter
     }
-    folder = RunFolder(os.path.dirname(os.path.abspath(out)))
-    folder.create()
-    with suppress(FileNotFoundError):
-        os.rmdir(out)
-    with folder.building(os.path.basename(os.path.abspath(out))) as place:
+    with RunFolder(os.path.dirname(out)).building(os.path.basename(out)) as place:
         difference = export_model(
             model,
             state,
             tokenizer,
             section.model_copy(update={"dtype": dtype}),
             folder=place,
-            final_path=os.path.abspath(out),
+            final_path=out,
             proof=proof,
         )
         card = _card(origin, tokenizer, is_adapter=section.trains_adapter, difference=difference)
         if card is not None:
             Path(place, _CARD).write_text(card, encoding="utf-8")
     return difference
+
+
+def _check_place(source: str, out: str) -> None:
+    """Find that ``out`` cannot be written before there is anything to write."""
+    if Path(out).resolve().is_relative_to(Path(source).resolve()):
+        raise ConfigError(f"{out}: lies in {source}, which stays as it is; name another")
+    if os.path.lexists(out) and (not os.path.isdir(out) or os.listdir(out)):
+        raise ConfigError(f"{out}: is there already, and not an empty folder; name another")
+    try:
+        os.makedirs(out, exist_ok=True)
+        os.rmdir(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be made ({error}); name another") from error
 
 
 def find_origin(source: str) -> Origin:
@@ -131,7 +139,7 @@ def find_origin(source: str) -> Origin:
         return find_origin(str(place / MODEL))
     if (place / PROGRESS).is_file():
         return _of_checkpoint(place)
-    if (place / CHECKPOINTS).is_dir():
+    if (place / CHECKPOINTS).is_dir() or (place / REPORT).is_file():
         saved = complete_checkpoints(RunFolder(str(place)))
         if not saved:
             raise ConfigError(f"{source}: this run has no model and no complete checkpoint")
@@ -141,6 +149,11 @@ def find_origin(source: str) -> Origin:
     text = card.read_text(encoding="utf-8") if card.is_file() else None
     if (place / "adapter_config.json").is_file():
         base = read_adapter_config(source).base_model_name_or_path
+        if os.path.isabs(str(base)) and not os.path.isdir(str(base)):
+            raise ConfigError(
+                f"{source}: its base, {base}, is not there; bring it back, or write its new place "
+                "as base_model_name_or_path into adapter_config.json"
+            )
         if not adapter_has_head(source):
             raise ConfigError(f"{source}: this adapter has no head; it is not a reward model's")
         has_tokenizer = (place / "tokenizer_config.json").is_file()
@@ -148,7 +161,7 @@ def find_origin(source: str) -> Origin:
         section = ModelSection(
             name_or_path=str(base),
             adapter_path=source,
-            dtype=_dtype_of(AutoConfig.from_pretrained(told_by)),
+            dtype=_dtype_of(_read_config(told_by)),
         )
         return Origin(section, source if has_tokenizer else str(base), card=text)
     if (place / "config.json").is_file():
@@ -159,7 +172,7 @@ def find_origin(source: str) -> Origin:
 
 
 def _section_of(source: str) -> ModelSection:
-    config = AutoConfig.from_pretrained(source)
+    config = _read_config(source)
     names = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
         raise ConfigError(
@@ -167,6 +180,14 @@ def _section_of(source: str) -> ModelSection:
             "model"
         )
     return ModelSection(name_or_path=source, dtype=_dtype_of(config))
+
+
+def _read_config(name_or_path: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{name_or_path}: config.json cannot be read ({first_line})") from error
 
 
 def _dtype_of(config: Any) -> Dtype:

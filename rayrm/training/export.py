@@ -85,6 +85,9 @@ def export_model(
     """
     classifier: Any = trained.classifier
     _check_shapes(classifier, state)
+    kept = classifier.state_dict()
+    buffers = classifier.named_buffers(remove_duplicate=False)  # VeRA's are shared, and asked for
+    state |= {name: buffer for name, buffer in buffers if name in kept}
     classifier.save_pretrained(folder, state_dict=state)
     state.clear()  # the proof loads the weights again: one copy at a time
     tokenizer.save_pretrained(folder)

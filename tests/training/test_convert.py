@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rayrm.config.schema import ModelSection
 from rayrm.errors import ConfigError, RayrmError
-from rayrm.export import push
+from rayrm.export import export, push
 from rayrm.model.build import build_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.convert import convert
@@ -107,6 +108,88 @@ def test_an_adapter_without_a_head_is_refused(adapter: Path, tmp_path: Path) -> 
     save_file(kept, weights)
     with pytest.raises(ConfigError, match="this adapter has no head"):
         convert(str(adapter), str(tmp_path / "out"), merge=True)
+
+
+def truncate(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:60])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("config.json", "config.json cannot be read"),
+        ("model.safetensors", "cannot load .* as a sequence classifier"),
+    ],
+)
+def test_a_model_with_a_broken_file_is_told(
+    name: str, told: str, model: Path, tmp_path: Path
+) -> None:
+    truncate(model, name)
+    with pytest.raises(ConfigError, match=told):
+        convert(str(model), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_whose_base_is_gone_is_told_with_the_place_to_mend(
+    adapter: Path, model: Path, tmp_path: Path
+) -> None:
+    model.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"its base, {model}, is not there.*adapter_config"):
+        convert(str(adapter), str(tmp_path / "out"), merge=True)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "data_report.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no model and no complete checkpoint"):
+        convert(str(tmp_path / "run"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("place", ["model/sub", "model", "model/config.json/sub"])
+def test_a_place_in_the_source_or_below_a_file_is_refused(
+    place: str, model: Path, tmp_path: Path
+) -> None:
+    before = sorted(path.name for path in model.iterdir())
+    with pytest.raises(ConfigError, match=r"lies in|cannot be made"):
+        convert(str(model), str(tmp_path / place))
+    assert sorted(path.name for path in model.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_made_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/file/out: cannot be made"):
+        convert(str(model), str(tmp_path / "file" / "out"))
+
+
+def test_a_home_folder_is_found(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    convert("~/model", "~/out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_name_that_the_hub_cannot_have_is_refused_before_the_export(
+    model: Path, tmp_path: Path
+) -> None:
+    given = Namespace(
+        source=str(model), out=str(tmp_path / "out"), merge=False, dtype=None, push_to_hub="a b!!"
+    )
+    with pytest.raises(ConfigError, match="--push-to-hub: "):
+        export(given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_is_not_reached_leaves_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RayrmError, match=rf"the model is at {tmp_path}"):
+        push(str(tmp_path), "a/b")
 
 
 def test_the_command_tells_where_the_model_is_and_ends_with_2_for_a_wrong_one(
