@@ -80,6 +80,8 @@ class Progress:
     """Most tokens of a forward, as the first start settled it."""
     gradient_checkpointing: bool | None = None
     """Whether activations are recomputed, as the first start settled it."""
+    layout_proved_on: str | None = None
+    """Device and versions on which flat rows were seen to score as padded ones do."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last training line and the last evaluation."""
 

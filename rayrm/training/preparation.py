@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import transformers
 
 from rayrm.config.schema import RunConfig
 from rayrm.data.packing import pack_pairs
@@ -117,14 +118,22 @@ def check_finite(engine: Engine, name_or_path: str) -> None:
         )
 
 
-def prove_layout(engine: Engine, pairs: list[TokenizedPair], *, dtype: str) -> None:
+def prove_layout(
+    engine: Engine, progress: Progress, pairs: list[TokenizedPair], *, dtype: str
+) -> None:
     """Compare real pairs' rewards of a flat row with those of padded rows; every rank must call it.
+
+    A restart on the same kind of device does not compare again: ``progress`` holds what was proved.
 
     Raises:
         RayrmError: they differ by more than the type's rounding.
     """
     model = engine.model
     if engine.cutting.layout == "padded" or not isinstance(model, RewardModel):
+        return
+    place = _kind_of_place(engine.device)
+    elsewhere = float(progress.layout_proved_on != place)
+    if not engine.reduce_max(torch.tensor([elsewhere], device=engine.device)).item():
         return
     with engine.evaluating():
         flat = torch.stack(engine.score(engine.pack(pairs)), dim=1)
@@ -138,3 +147,10 @@ def prove_layout(engine: Engine, pairs: list[TokenizedPair], *, dtype: str) -> N
             f"with the prompt computed once, and {padded.tolist()} in padded batches; set "
             "train.shared_prompt: off, and please report the model"
         )
+    progress.layout_proved_on = place
+
+
+def _kind_of_place(device: torch.device) -> str:
+    """Name whatever may bring other attention kernels."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}, transformers {transformers.__version__}"

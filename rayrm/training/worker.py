@@ -103,7 +103,7 @@ def _train(job: Job) -> dict[str, Any] | None:
         progress,
         num_steps=job.num_steps,
         steps_per_epoch=job.steps_per_epoch,
-        before_first=partial(prove_layout, engine, dtype=config.model.dtype),
+        before_first=partial(prove_layout, engine, progress, dtype=config.model.dtype),
     )
     pairs: list[TokenizedPair] = []
     for step in steps:

@@ -113,8 +113,8 @@ def test_a_restart_takes_what_the_first_start_settled(llama: Path):
 def test_rewards_of_the_flat_row_are_proved_on_real_pairs(llama: Path):
     engine: Any = LocalEngine(llama)
     assert engine.cutting.layout == "shared_prompt"
-    prove_layout(engine, PAIRS, dtype="float32")
-    prove_layout(engine, [], dtype="float32")  # a rank without pairs
+    prove_layout(engine, Progress(), PAIRS, dtype="float32")
+    prove_layout(engine, Progress(), [], dtype="float32")  # a rank without pairs
 
 
 def test_a_flat_row_that_is_not_exact_stops_the_run_with_both_numbers(llama: Path):
@@ -128,10 +128,25 @@ def test_a_flat_row_that_is_not_exact_stops_the_run_with_both_numbers(llama: Pat
 
     engine.pack = pack_wrongly
     with pytest.raises(RayrmError, match=r"train\.shared_prompt: off") as raised:
-        prove_layout(engine, PAIRS, dtype="float32")
+        prove_layout(engine, Progress(), PAIRS, dtype="float32")
     found = torch.tensor([float(x) for x in numbers_in(str(raised.value))]).view(2, -1, 2)
     torch.testing.assert_close(found[1], torch.stack(exact, 1).detach(), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found[0], found[1], atol=1e-3)
+
+
+def test_a_restart_takes_the_proof_of_the_first_start_on_the_same_kind_of_machine(llama: Path):
+    progress = Progress()
+    engine: Any = LocalEngine(llama)
+    prove_layout(engine, progress, PAIRS, dtype="float32")
+
+    def score_wrongly(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        raise AssertionError("compared again")
+
+    engine.score = score_wrongly
+    prove_layout(engine, progress, PAIRS, dtype="float32")
+    progress.layout_proved_on = f"other {progress.layout_proved_on}"
+    with pytest.raises(AssertionError, match="compared again"):
+        prove_layout(engine, progress, PAIRS, dtype="float32")
 
 
 def numbers_in(text: str) -> list[str]:
@@ -149,7 +164,7 @@ def test_a_reward_that_is_no_number_is_a_difference(llama: Path):
 
     engine.score = score_wrongly
     with pytest.raises(RayrmError, match="gives rewards"):
-        prove_layout(engine, PAIRS, dtype="float32")
+        prove_layout(engine, Progress(), PAIRS, dtype="float32")
 
 
 def test_a_type_that_the_machine_imitates_is_told():
