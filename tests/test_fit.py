@@ -266,6 +266,32 @@ def test_the_model_card_tells_data_metrics_and_versions(run_dir: Path) -> None:
         assert part in card, part
 
 
+def test_the_model_holds_mean_and_deviation_of_its_rewards(run_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = run_dir / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rewards: list[float] = []
+    for row in map(good_row, range(NUM_GOOD)):
+        for side in ("chosen", "rejected"):
+            text = tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False)
+            inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            with torch.no_grad():
+                rewards.append(model(**inputs).logits[0].item())
+    wanted = torch.tensor(rewards)
+    assert model.config.reward_mean == pytest.approx(wanted.mean().item(), abs=1e-5)
+    assert model.config.reward_std == pytest.approx(wanted.std(correction=0).item(), abs=1e-5)
+    assert f"the mean {wanted.mean().item():.4g}" in (folder / "README.md").read_text()
+
+
+def test_the_model_card_shows_the_curves(run_dir: Path) -> None:
+    folder = run_dir / "model"
+    assert "](curves.png)" in (folder / "README.md").read_text()
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_adapters_reload_through_peft_with_the_trained_rewards(
     ray_session: None, config: dict[str, Any], eval_file: Path
 ) -> None:

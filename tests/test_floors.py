@@ -52,6 +52,7 @@ FLOORS = {
     "training.schedule": 1,
     "training.state": 2,
     "training.export": 3,
+    "training.curves": 2,
     "training.card": 3,
     "training.tracking": 3,
     "training.job": 3,

@@ -1,7 +1,8 @@
-"""The model card that goes into ``model/README.md``."""
+"""The model card: ``README.md`` in the model's folder, with a picture of the training."""
 
 import json
 import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -9,22 +10,43 @@ from transformers import PreTrainedTokenizerBase
 
 from rayrm.config.schema import RunConfig
 from rayrm.model.tokenizer import pad_token_id
+from rayrm.training.curves import draw_curves
+
+CARD = "README.md"
+CURVES = "curves.png"
 
 _PACKAGES = ("torch", "transformers", "peft", "ray", "deepspeed", "accelerate")
 
 
-def model_card(
+def write_card(
+    folder: str,
     config: RunConfig,
     *,
     is_adapter: bool,
     report: dict[str, Any] | None,
+    lines: Sequence[dict[str, Any]],
     metrics: dict[str, float],
     tokenizer: PreTrainedTokenizerBase,
+    reward_moments: tuple[float, float] | None,
     reload_difference: float,
-) -> str:
-    """Return a card in Markdown: what it is, how it was trained, on what, how well, how to load."""
+) -> None:
+    """Write what the model in ``folder`` is, how and on what it was trained, how well, how to load.
+
+    Args:
+        folder: of the model.
+        config: of its run.
+        is_adapter: whether the folder holds an adapter.
+        report: ``data_report.json``, if there is one.
+        lines: of ``metrics.jsonl``; drawn, where there are some.
+        metrics: the final ones.
+        tokenizer: whose padding the model has.
+        reward_moments: mean and standard deviation of training rewards, if they were taken.
+        reload_difference: what the proof of the export found.
+    """
+    if lines:
+        draw_curves(lines, f"{folder}/{CURVES}")
     library = "peft" if is_adapter else "transformers"
-    return f"""---
+    card = f"""---
 library_name: {library}
 base_model: {json.dumps(config.model.name_or_path)}
 pipeline_tag: text-classification
@@ -41,9 +63,9 @@ between rewards of replies to one prompt have a meaning.
 Plain text, without a chat template, ends with the EOS token. Padding is `{tokenizer.pad_token}`.
 After the export the folder was loaded again and real pairs were scored singly and padded: the
 largest difference to the trained model was {reload_difference:.2g}.
-
+{_normalising(reward_moments)}
 ## Results
-
+{_picture(lines)}
 {_table(("metric", "value"), [(k, f"{v:.4g}") for k, v in sorted(metrics.items())])}
 
 ## Data
@@ -60,6 +82,8 @@ largest difference to the trained model was {reload_difference:.2g}.
 
 {_table(("package", "version"), [(name, version(name)) for name in ("rayrm", *_PACKAGES)])}
 """
+    with open(f"{folder}/{CARD}", "w", encoding="utf-8") as file:
+        file.write(card)
 
 
 def card_of_merged(card: str) -> str:
@@ -87,6 +111,20 @@ inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 reward = model(**inputs).logits[0].item()
 ```
 """
+
+
+def _normalising(reward_moments: tuple[float, float] | None) -> str:
+    if reward_moments is None:
+        return ""
+    mean, std = reward_moments
+    return f"""
+Rewards of the last training pairs have the mean {mean:.4g} and the standard deviation {std:.4g}
+(`reward_mean` and `reward_std` in `config.json`): for those who need rewards near zero.
+"""
+
+
+def _picture(lines: Sequence[dict[str, Any]]) -> str:
+    return f"\n![Loss and accuracy over the steps]({CURVES})\n" if lines else ""
 
 
 def _data_rows(report: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from rayrm.model.adapters import adapter_has_head, merge_adapter, read_adapter_c
 from rayrm.model.build import build_reward_model
 from rayrm.model.reward import EncoderRewardModel, RewardModel
 from rayrm.model.tokenizer import load_tokenizer
-from rayrm.training.card import card_of_merged, model_card
+from rayrm.training.card import CARD, CURVES, card_of_merged, write_card
 from rayrm.training.commits import (
     CHECKPOINTS,
     PROGRESS,
@@ -33,11 +34,11 @@ from rayrm.training.commits import (
 from rayrm.training.export import Proof, export_model, take_proof
 from rayrm.training.job import MODEL, REPORT
 from rayrm.training.storage import RunFolder
+from rayrm.training.tracking import METRICS
 
 logger = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float32"]
-_CARD = "README.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ class Origin:
     """What to build, in the dtype that it was trained in."""
     tokenizer_path: str
     """Folder or hub name of its tokenizer."""
-    checkpoint: str | None = None
-    """Folder of the training state that is laid over it."""
+    folder: str
+    """Of the checkpoint, whose training state is laid over the model, or of the model itself."""
     run: RunConfig | None = None
-    """Configuration of the run of ``checkpoint``."""
-    card: str | None = None
-    """Model card that is there already."""
+    """Configuration of the run that the checkpoint is of; null where ``folder`` is a model."""
+    reward_moments: tuple[float, float] | None = None
+    """Mean and standard deviation of its rewards, where they are known."""
 
 
 def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None = None) -> float:
@@ -84,8 +85,8 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
     section = origin.model.model_copy(update={"dtype": "float32"})
     tokenizer = load_tokenizer(section.model_copy(update={"name_or_path": origin.tokenizer_path}))
     model = build_reward_model(section, tokenizer, seed=0).eval()
-    if origin.checkpoint is not None:
-        _load_weights(model, origin.checkpoint)
+    if origin.run is not None:
+        _load_weights(model, origin.folder)
     proof = _prove_on(model, tokenizer)
     if merge:
         model.classifier = merge_adapter(model.classifier)
@@ -106,10 +107,11 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
             folder=place,
             final_path=out,
             proof=proof,
+            reward_moments=origin.reward_moments,
         )
-        card = _card(origin, tokenizer, is_adapter=section.trains_adapter, difference=difference)
-        if card is not None:
-            Path(place, _CARD).write_text(card, encoding="utf-8")
+        _write_card(
+            place, origin, tokenizer, is_adapter=section.trains_adapter, difference=difference
+        )
     return difference
 
 
@@ -145,8 +147,6 @@ def find_origin(source: str) -> Origin:
             raise ConfigError(f"{source}: this run has no model and no complete checkpoint")
         logger.info("no exported model: taking the checkpoint of step %d", saved[-1].step)
         return _of_checkpoint(place / CHECKPOINTS / saved[-1].name)
-    card = place / _CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else None
     if (place / "adapter_config.json").is_file():
         base = read_adapter_config(source).base_model_name_or_path
         if os.path.isabs(str(base)) and not os.path.isdir(str(base)):
@@ -158,28 +158,33 @@ def find_origin(source: str) -> Origin:
             raise ConfigError(f"{source}: this adapter has no head; it is not a reward model's")
         has_tokenizer = (place / "tokenizer_config.json").is_file()
         told_by = source if (place / "config.json").is_file() else str(base)
-        section = ModelSection(
-            name_or_path=str(base),
-            adapter_path=source,
-            dtype=_dtype_of(_read_config(told_by)),
-        )
-        return Origin(section, source if has_tokenizer else str(base), card=text)
+        config = _read_config(told_by)
+        section = ModelSection(name_or_path=str(base), adapter_path=source, dtype=_dtype_of(config))
+        tokenizer_path = source if has_tokenizer else str(base)
+        return Origin(section, tokenizer_path, source, reward_moments=_moments_of(config))
     if (place / "config.json").is_file():
-        return Origin(_section_of(source), source, card=text)
+        config = _read_config(source)
+        _check_has_head(source, config)
+        section = ModelSection(name_or_path=source, dtype=_dtype_of(config))
+        return Origin(section, source, source, reward_moments=_moments_of(config))
     raise ConfigError(
         f"{source}: is neither a run of rayrm, one of its checkpoints, an adapter nor a model"
     )
 
 
-def _section_of(source: str) -> ModelSection:
-    config = _read_config(source)
+def _check_has_head(source: str, config: Any) -> None:
     names = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
         raise ConfigError(
             f"{source}: {', '.join(names) or 'this model'} has no scalar head; it is not a reward "
             "model"
         )
-    return ModelSection(name_or_path=source, dtype=_dtype_of(config))
+
+
+def _moments_of(config: Any) -> tuple[float, float] | None:
+    if getattr(config, "reward_mean", None) is None:
+        return None
+    return config.reward_mean, config.reward_std
 
 
 def _read_config(name_or_path: str) -> Any:
@@ -199,7 +204,7 @@ def _of_checkpoint(place: Path) -> Origin:
         run = load_config(json.loads((place / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{place}: not a complete checkpoint ({error})") from error
-    return Origin(run.model, run.model.name_or_path, checkpoint=str(place), run=run)
+    return Origin(run.model, run.model.name_or_path, str(place), run=run)
 
 
 def _load_weights(model: RewardModel | EncoderRewardModel, checkpoint: str) -> None:
@@ -239,19 +244,34 @@ def _prove_on(model: RewardModel | EncoderRewardModel, tokenizer: Any) -> Proof:
         return take_proof(score, pairs)
 
 
-def _card(
-    origin: Origin, tokenizer: PreTrainedTokenizerBase, *, is_adapter: bool, difference: float
-) -> str | None:
-    if origin.run is None or origin.checkpoint is None:
-        return origin.card if is_adapter or origin.card is None else card_of_merged(origin.card)
-    progress = json.loads(Path(origin.checkpoint, PROGRESS).read_text(encoding="utf-8"))
-    run_folder = Path(origin.checkpoint).parents[1]
-    report = run_folder / REPORT
-    return model_card(
+def _write_card(
+    place: str,
+    origin: Origin,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_adapter: bool,
+    difference: float,
+) -> None:
+    """Write the card of a checkpoint's run, or take over the one that the model has."""
+    if origin.run is None:
+        for name in (CARD, CURVES):
+            if Path(origin.folder, name).is_file():
+                shutil.copyfile(Path(origin.folder, name), Path(place, name))
+        card = Path(place, CARD)
+        if card.is_file() and not is_adapter:
+            card.write_text(card_of_merged(card.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    progress = json.loads(Path(origin.folder, PROGRESS).read_text(encoding="utf-8"))
+    run = RunFolder(str(Path(origin.folder).parents[1]))
+    lines = [json.loads(line) for line in run.read_lines(METRICS)]
+    write_card(
+        place,
         origin.run,
         is_adapter=is_adapter,
-        report=json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None,
+        report=run.read_json(REPORT),
+        lines=[line for line in lines if line["step"] <= progress["step"]],
         metrics=progress["metrics"],
         tokenizer=tokenizer,
+        reward_moments=None,
         reload_difference=difference,
     )

@@ -1,11 +1,14 @@
 """Evaluation: every pair once, the same numbers for any batch, rank count and tail."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 import torch
 
 from rayrm.config.schema import LossSection
+from rayrm.data.feed import StepShare
 from rayrm.model.metrics import PairStats
 from rayrm.training.engine import Engine
 from rayrm.training.loop import Shard, pair_losses, stats_of
@@ -38,6 +41,23 @@ def evaluate(engine: Engine, shard: Shard, loss: LossSection, *, prefix: str) ->
     metrics = {f"{prefix}{name}": value for name, value in total.compute().items()}
     metrics[f"{prefix}num_pairs"] = total.num_pairs
     return Evaluation(metrics, _in_row_order(engine, row_ids, rewards))
+
+
+def reward_moments(engine: Engine, shares: Iterable[StepShare]) -> tuple[float, float]:
+    """Return mean and standard deviation of the rewards of both sides; collective.
+
+    ``shares`` are this rank's parts of steps, those of the same steps on every rank.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
+    with engine.evaluating():
+        for share in shares:
+            for positions in share.micro_batches:
+                batch = engine.pack([share.pairs[i] for i in positions])
+                rewards = torch.stack(engine.score(batch)).double()
+                sums += torch.stack([(rewards**power).sum() for power in (0, 1, 2)])
+    count, total, squares = engine.reduce_sum(sums).tolist()
+    mean = total / count
+    return mean, sqrt(max(squares / count - mean**2, 0.0))
 
 
 def reduce_stats(engine: Engine, stats: PairStats) -> PairStats:

@@ -65,6 +65,7 @@ def export_model(
     folder: str,
     final_path: str,
     proof: Proof,
+    reward_moments: tuple[float, float] | None = None,
 ) -> float:
     """Write a model that plain transformers or peft loads, and prove it.
 
@@ -76,6 +77,8 @@ def export_model(
         folder: where to.
         final_path: where the folder will be in the end.
         proof: rewards that the reloaded model has to give.
+        reward_moments: mean and standard deviation of the rewards, kept as ``reward_mean`` and
+            ``reward_std`` in ``config.json``; null where nobody knows them.
 
     Returns:
         The largest difference of a reloaded reward.
@@ -88,6 +91,8 @@ def export_model(
     kept = classifier.state_dict()
     buffers = classifier.named_buffers(remove_duplicate=False)  # VeRA's are shared, and asked for
     state |= {name: buffer for name, buffer in buffers if name in kept}
+    config = _config_of(classifier)
+    config.reward_mean, config.reward_std = reward_moments or (None, None)
     classifier.save_pretrained(folder, state_dict=state)
     state.clear()  # the proof loads the weights again: one copy at a time
     tokenizer.save_pretrained(folder)
@@ -100,6 +105,11 @@ def export_model(
         pad_token_id=pad_token_id(tokenizer),
         padding_sides=trained.padding_sides,
     )
+
+
+def _config_of(classifier: Any) -> Any:
+    plain = classifier.get_base_model() if isinstance(classifier, PeftModel) else classifier
+    return plain.config
 
 
 def _check_shapes(classifier: torch.nn.Module, state: dict[str, Tensor]) -> None:
@@ -122,7 +132,7 @@ def _write_adapter_base(
     model the trained head would not fit, and padded batches would be read at the wrong token. The
     weights are linked, not copied, unless another adapter was merged into them.
     """
-    config: Any = classifier.get_base_model().config
+    config = _config_of(classifier)
     original = resolve_name_or_path(model)
     config.save_pretrained(folder)
     base = Path(folder, _BASE)

@@ -53,7 +53,7 @@ class Journal:
         self._seconds += step.seconds
         self._learning_rate = step.learning_rate
         if self._row_log is not None:
-            self._row_log.add(self._progress.step, step.row_ids)
+            self._row_log.add(self._progress.step, step.share.row_ids)
         if step.rows_without_update is not None and self._tracker is not None:
             self._write_skipped(step.rows_without_update)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rayrm.config.schema import LossSection
-from rayrm.data.feed import Order, StepShare
+from rayrm.data.feed import StepShare
 from rayrm.data.packing import PackedBatch
 from rayrm.data.plan import Cutting
 from rayrm.data.report import RowId
@@ -90,16 +90,12 @@ class Progress:
 class StepResult:
     """One optimizer step as this rank saw it."""
 
+    share: StepShare
+    """This rank's pairs, and what every rank is to do now."""
     stats: PairStats
     """Sums over this rank's pairs, still on the device."""
-    pairs: list[TokenizedPair]
-    """This rank's pairs."""
-    row_ids: list[RowId]
-    """File number and row of each of ``pairs``."""
     learning_rate: float
     seconds: float
-    order: Order
-    """What every rank is to do now."""
     rows_without_update: list[RowId] | None
     """File number and row of all pairs of a step whose update was not applied."""
 
@@ -148,9 +144,7 @@ def training_steps(
             progress.seconds += seconds
             if progress.step_in_epoch == steps_per_epoch:
                 progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            yield StepResult(
-                stats, share.pairs, share.row_ids, learning_rate, seconds, share.order, skipped
-            )
+            yield StepResult(share, stats, learning_rate, seconds, skipped)
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 raise RayrmError(
                     f"training: {MAX_SKIPPED_IN_A_ROW} updates in a row had a loss or gradient "

@@ -1,8 +1,10 @@
 """What one training worker does, in order."""
 
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,10 @@ import torch
 from ray.util.placement_group import get_current_placement_group
 
 from rayrm.config.schema import RunConfig
-from rayrm.data.tokenize import TokenizedPair
+from rayrm.data.feed import StepShare
 from rayrm.errors import RayrmError
 from rayrm.model.tokenizer import load_tokenizer
-from rayrm.training.card import model_card
+from rayrm.training.card import write_card
 from rayrm.training.checkpoint import (
     best_checkpoint,
     load_checkpoint,
@@ -24,7 +26,7 @@ from rayrm.training.checkpoint import (
     save_checkpoint,
 )
 from rayrm.training.engine import Engine
-from rayrm.training.evaluate import evaluate
+from rayrm.training.evaluate import evaluate, reward_moments
 from rayrm.training.export import export_model, take_proof
 from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
@@ -32,9 +34,12 @@ from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
 from rayrm.training.preparation import check_finite, prove_layout, settle_memory, slow_dtype
 from rayrm.training.storage import RunFolder
-from rayrm.training.tracking import RowLog, Tracker
+from rayrm.training.tracking import METRICS, RowLog, Tracker
 
 logger = logging.getLogger(__name__)
+
+PAIRS_FOR_MOMENTS = 256
+"""The last so many training pairs tell the mean and standard deviation of the rewards."""
 
 
 def train_worker(job: Job) -> dict[str, Any] | None:
@@ -105,10 +110,10 @@ def _train(job: Job) -> dict[str, Any] | None:
         steps_per_epoch=job.steps_per_epoch,
         before_first=partial(prove_layout, engine, progress, dtype=config.model.dtype),
     )
-    pairs: list[TokenizedPair] = []
+    recent = deque[StepShare](maxlen=-(-PAIRS_FOR_MOMENTS // train.batch_size))
     for step in steps:
         is_last = progress.step == job.num_steps
-        pairs = step.pairs
+        recent.append(step.share)
         journal.add(step)
         if is_last or progress.step % train.logging_steps == 0:
             journal.write_line()
@@ -118,9 +123,9 @@ def _train(job: Job) -> dict[str, Any] | None:
             is_best = train.metric_for_best_model is not None and judge(progress, score)
         is_enough = progress.evaluations_without_gain == train.early_stopping_patience
         is_due = _due(progress.step, train.save_steps) or (is_last and train.save_steps is not None)
-        if is_best or is_due or step.order != "go on":
+        if is_best or is_due or step.share.order != "go on":
             save(score)
-        if step.order == "stop" and not is_last:
+        if step.share.order == "stop" and not is_last:
             journal.finish_training()
             return None
         if is_enough:
@@ -131,9 +136,9 @@ def _train(job: Job) -> dict[str, Any] | None:
     if train.metric_for_best_model is not None and not _holds_best(progress):
         best = load_checkpoint(engine, best_checkpoint(job))
         progress.metrics = best.metrics  # what is told is told of the model that is exported
-    if not pairs:  # a restart after the last step
-        pairs = next(train_shard.steps(engine.cutting)).pairs
-    return _export(engine, tokenizer, config, folder, progress, journal, pairs)
+    if not recent:  # a restart after the last step
+        recent.append(next(train_shard.steps(engine.cutting)))
+    return _export(engine, tokenizer, config, folder, progress, journal, recent)
 
 
 def _start_tracker(
@@ -213,11 +218,13 @@ def _export(
     folder: RunFolder,
     progress: Progress,
     journal: Journal,
-    pairs: list[TokenizedPair],
+    recent: Sequence[StepShare],
 ) -> dict[str, Any] | None:
     """Export the model, prove it on real pairs, and return the run's result on rank 0."""
+    pairs = [pair for share in recent for pair in share.pairs][-4:]
     with engine.evaluating():
-        proof = take_proof(lambda batch: engine.score(engine.pack(batch)), pairs[:4])
+        proof = take_proof(lambda batch: engine.score(engine.pack(batch)), pairs)
+    moments = reward_moments(engine, recent)
     state = engine.gather_state(trained_only=config.model.trains_adapter)
     if engine.rank != 0:
         return None
@@ -231,17 +238,19 @@ def _export(
             folder=place,
             final_path=folder.path(MODEL),
             proof=proof,
+            reward_moments=moments,
         )
-        card = model_card(
+        write_card(
+            place,
             config,
             is_adapter=config.model.trains_adapter,
             report=folder.read_json(REPORT),
+            lines=[json.loads(line) for line in folder.read_lines(METRICS)],
             metrics=progress.metrics,
             tokenizer=tokenizer,
+            reward_moments=moments,
             reload_difference=difference,
         )
-        with open(f"{place}/README.md", "w", encoding="utf-8") as file:
-            file.write(card)
     return {
         "metrics": progress.metrics,
         "steps": progress.step,

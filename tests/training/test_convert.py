@@ -74,6 +74,19 @@ def test_an_export_of_an_export_is_the_same(model: Path, tmp_path: Path) -> None
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 
+def test_what_was_known_about_the_rewards_goes_along(adapter: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.reward_mean, config.reward_std = -3.0, 0.5
+    config.save_pretrained(adapter)
+    (adapter / "README.md").write_text("# about")
+    (adapter / "curves.png").write_bytes(b"drawn")
+    convert(str(adapter), str(tmp_path / "out"), merge=True)
+    found = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (found.reward_mean, found.reward_std) == (-3.0, 0.5)
+    assert (tmp_path / "out" / "README.md").read_text() == "# about"
+    assert (tmp_path / "out" / "curves.png").read_bytes() == b"drawn"
+
+
 def test_what_is_there_already_is_not_overwritten(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")

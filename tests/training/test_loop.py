@@ -186,7 +186,7 @@ def test_a_step_tells_its_pairs_and_the_learning_rate_that_it_used():
     steps = training_steps(
         FakeEngine(), FakeShard(), LOSS, Progress(), num_steps=3, steps_per_epoch=3
     )
-    told = [(step.pairs, step.learning_rate) for step in steps]
+    told = [(step.share.pairs, step.learning_rate) for step in steps]
     assert told == [(PAIRS[0:2], 1.0), (PAIRS[2:4], 1 / 2), (PAIRS[4:6], 1 / 3)]
 
 
