@@ -90,9 +90,10 @@ def tiny_llama_folder(
     *,
     num_labels: int | None = None,
     tied: bool = False,
+    hidden_size: int = 32,
     seed: int = 0,
 ) -> Path:
-    """Save a two-layer Llama of hidden size 32 with its tokenizer, and return the folder.
+    """Save a two-layer Llama with its tokenizer, and return the folder.
 
     It is a language model, or a classifier where `num_labels` is given.
     """
@@ -101,8 +102,8 @@ def tiny_llama_folder(
         options[name] = getattr(tokenizer, name)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

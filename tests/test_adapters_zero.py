@@ -79,6 +79,7 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
     config = RunConfig.model_validate({"model": section, "train": {"learning_rate": 3e-2}})
     tokenizer = load_tokenizer(config.model)
     engine = Engine(config, tokenizer, num_steps=4)
+    assert all(module.training for module in engine.model.modules())
     engine.cutting = Cutting(engine.cutting.layout, 1000)
     rng = np.random.default_rng(engine.rank)
     pairs = [

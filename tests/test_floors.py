@@ -39,6 +39,7 @@ FLOORS = {
     "model.reward": 2,
     "model.build": 2,
     "model.adapters": 2,
+    "model.quantize": 2,
     "data.sources": 2,
     "data.pipeline": 2,
     "data.feed": 2,

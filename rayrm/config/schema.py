@@ -99,6 +99,9 @@ class ModelSection(Section):
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in backward: less memory, about a third more time; auto does where
     memory is short."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Hold the frozen base of an adapter in 4 bits (NF4) or in 8, by bitsandbytes; null does
+    not."""
     model_init_kwargs: Arguments = {}
     """Further keyword arguments of from_pretrained."""
     lora: LoraSection | None = None
@@ -132,6 +135,27 @@ class ModelSection(Section):
         if self.peft and "peft_type" not in self.peft:
             raise ValueError("peft needs peft_type, such as LORA, LOHA or IA3")
         return self
+
+    @model_validator(mode="after")
+    def _quantized_weights_stay(self) -> "ModelSection":
+        if self.quantization is not None and not self.trains_adapter:
+            raise ValueError(
+                "quantization: weights of few bits cannot be trained themselves; set lora, peft or "
+                "adapter_path, too"
+            )
+        if self.quantization is not None and self.stacks_adapter:
+            raise ValueError(
+                "quantization: adapter_path cannot be merged into weights of few bits; merge it "
+                "first (python -m rayrm.export ADAPTER OUT --merge) and give OUT as name_or_path"
+            )
+        # DeepSpeed loses track of the weights that DoRA reads, and CPUs pack them out of its sight
+        if self.quantization is not None and self._uses_dora:
+            raise ValueError("quantization: does not go with use_dora; leave one out")
+        return self
+
+    @property
+    def _uses_dora(self) -> bool:
+        return bool(self.peft.get("use_dora")) or (self.lora is not None and self.lora.use_dora)
 
 
 class Source(Section):

@@ -20,6 +20,7 @@ from transformers import (
 from rayrm.config.schema import ModelSection, SharedPrompt
 from rayrm.errors import ConfigError
 from rayrm.model.adapters import HEADS, Gather, add_adapter, read_adapter_config
+from rayrm.model.quantize import keep_packed_weights_as_they_are, quantization_options
 from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
 from rayrm.model.shared_prompt import reason_against
 from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
@@ -82,6 +83,7 @@ def build_reward_model(
     seed: int,
     shared_prompt: SharedPrompt = "auto",
     gather: Gather = lambda parameters: nullcontext(),
+    dequantized: bool = False,
 ) -> RewardModel | EncoderRewardModel:
     """Load the backbone and its head, ready to train.
 
@@ -95,6 +97,7 @@ def build_reward_model(
         seed: of the weights that are drawn.
         shared_prompt: ``train.shared_prompt``.
         gather: makes partitioned parameters whole.
+        dequantized: give weights of few bits, rounded as they are, the model's type again.
 
     Raises:
         ConfigError: no one-label classifier can be made of this model, or the prompt cannot be
@@ -109,6 +112,10 @@ def build_reward_model(
     if has_new_token:
         classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         classifier.config.pad_token_id = pad_token_id(tokenizer)
+    if model.quantization is not None:
+        keep_packed_weights_as_they_are(classifier)
+    if dequantized:
+        classifier = cast(Any, classifier).dequantize().to(getattr(torch, model.dtype))
     if new_weights:
         logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
         _draw_weights(classifier, new_weights, seed, gather)
@@ -123,6 +130,7 @@ def check_reward_model(
     Raises:
         ConfigError: as there.
     """
+    quantization_options(model)
     known = [*AttentionInterface().valid_keys(), "eager"]
     given = model.attn_implementation
     if given is not None and given not in known and "/" not in given:
@@ -156,6 +164,8 @@ def _dressed(
     wrapped: nn.Module = classifier
     if model.trains_adapter:
         classifier, wrapped = add_adapter(classifier, model, head=head_name, gather=gather)
+    if model.quantization is not None:
+        _give_trained_weights(wrapped, getattr(torch, model.dtype))
     if not is_decoder:
         return EncoderRewardModel(wrapped, padded_because=padded_because)
     return RewardModel(
@@ -164,6 +174,13 @@ def _dressed(
         head=classifier.get_submodule("score"),
         padded_because=padded_because,
     )
+
+
+def _give_trained_weights(wrapped: nn.Module, dtype: torch.dtype) -> None:
+    """Give one type to what is trained: on weights of 8 bits peft makes float32 adapters."""
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _why_padded(
@@ -196,6 +213,7 @@ def _load_classifier(
             trust_remote_code=model.trust_remote_code,
             dtype=getattr(torch, model.dtype),
             output_loading_info=True,
+            **quantization_options(model),
             **init_kwargs,
         )
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:

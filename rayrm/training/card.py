@@ -12,6 +12,10 @@ from rayrm.config.schema import RunConfig
 from rayrm.model.tokenizer import pad_token_id
 from rayrm.training.curves import draw_curves
 
+_BITS = {
+    "4bit": 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"',
+    "8bit": "load_in_8bit=True",
+}
 CARD = "README.md"
 CURVES = "curves.png"
 
@@ -59,7 +63,7 @@ A reward model: one number for a text or conversation, higher where people would
 by rayrm from `{config.model.name_or_path}` on preference pairs (Bradley-Terry). Only differences
 between rewards of replies to one prompt have a meaning.
 
-{_loading(library, pad_token_id(tokenizer))}
+{_loading(library, pad_token_id(tokenizer), config.model.quantization)}
 Plain text, without a chat template, ends with the EOS token. Padding is `{tokenizer.pad_token}`.
 After the export the folder was loaded again and real pairs were scored singly and padded: the
 largest difference to the trained model was {reload_difference:.2g}.
@@ -90,20 +94,28 @@ def card_of_merged(card: str) -> str:
     """Return the card of an adapter as that of the whole model which it was merged into."""
     card = card.replace("library_name: peft\n", "library_name: transformers\n", 1)
     example = re.compile(r"^## Load\n.*?^```\n(?=\n)", re.MULTILINE | re.DOTALL)
-    return example.sub(lambda _: _loading("transformers", None), card, count=1)
+    return example.sub(lambda _: _loading("transformers"), card, count=1)
 
 
-def _loading(library: str, pad_id: int | None) -> str:
+def _loading(library: str, pad_id: int | None = None, quantization: str | None = None) -> str:
     is_adapter = library == "peft"
     auto_class = f"Auto{'Peft' if is_adapter else ''}ModelForSequenceClassification"
     # a base of the hub has a language model's labels and padding
     extra = f", num_labels=1, pad_token_id={pad_id}" if is_adapter else ""
+    bits = ""
+    if quantization is not None:
+        extra += ", quantization_config=bits"
+        bits = f"""from transformers import BitsAndBytesConfig
+
+# as in training: with a base of more bits the rewards are a little different
+bits = BitsAndBytesConfig({_BITS[quantization]})
+"""
     return f"""## Load
 
 ```python
 from {library} import {auto_class}
 from transformers import AutoTokenizer
-
+{bits}
 model = {auto_class}.from_pretrained(FOLDER{extra})
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 text = tokenizer.apply_chat_template(conversation, tokenize=False)

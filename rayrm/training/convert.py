@@ -84,13 +84,16 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
     # in float32 a merge loses nothing, and a training's master weights are taken as they are
     section = origin.model.model_copy(update={"dtype": "float32"})
     tokenizer = load_tokenizer(section.model_copy(update={"name_or_path": origin.tokenizer_path}))
-    model = build_reward_model(section, tokenizer, seed=0).eval()
+    dequantized = section.quantization is not None
+    model = build_reward_model(section, tokenizer, seed=0, dequantized=dequantized).eval()
     if origin.run is not None:
         _load_weights(model, origin.folder)
     proof = _prove_on(model, tokenizer)
     if merge:
         model.classifier = merge_adapter(model.classifier)
-        section = section.model_copy(update={"lora": None, "peft": {}, "adapter_path": None})
+        section = section.model_copy(
+            update={"lora": None, "peft": {}, "adapter_path": None, "quantization": None}
+        )
     dtype = dtype or origin.model.dtype
     model.classifier.to(getattr(torch, dtype))
     state: dict[str, Tensor] = {
@@ -159,7 +162,12 @@ def find_origin(source: str) -> Origin:
         has_tokenizer = (place / "tokenizer_config.json").is_file()
         told_by = source if (place / "config.json").is_file() else str(base)
         config = _read_config(told_by)
-        section = ModelSection(name_or_path=str(base), adapter_path=source, dtype=_dtype_of(config))
+        section = ModelSection(
+            name_or_path=str(base),
+            adapter_path=source,
+            dtype=_dtype_of(config),
+            quantization=getattr(config, "base_quantization", None),
+        )
         tokenizer_path = source if has_tokenizer else str(base)
         return Origin(section, tokenizer_path, source, reward_moments=_moments_of(config))
     if (place / "config.json").is_file():

@@ -61,6 +61,7 @@ class Engine:
         optimizer = _build_optimizer(model, config.train)
         self._engine: Any
         self._engine, _ = self._accelerator.prepare(model, optimizer)
+        self._engine.train()  # transformers loads models for inference
         self._scheduler = build_schedule(
             self._engine.basic_optimizer, config.train, num_steps=num_steps
         )

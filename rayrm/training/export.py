@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rayrm.config.schema import ModelSection
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
 from rayrm.model.adapters import merge_adapter
+from rayrm.model.quantize import quantization_options
 from rayrm.model.reward import EncoderRewardModel, PaddingSide, RewardModel
 from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
 
@@ -132,7 +134,9 @@ def _write_adapter_base(
     model the trained head would not fit, and padded batches would be read at the wrong token. The
     weights are linked, not copied, unless another adapter was merged into them.
     """
-    config = _config_of(classifier)
+    config = copy(_config_of(classifier))
+    config.base_quantization = model.quantization  # for people, and for rayrm.export
+    vars(config).pop("quantization_config", None)  # the weights beside it are whole
     original = resolve_name_or_path(model)
     config.save_pretrained(folder)
     base = Path(folder, _BASE)
@@ -173,6 +177,7 @@ def _load_plain(path: str, config: Any, model: ModelSection) -> PreTrainedModel:
         revision=model.revision,
         dtype=getattr(torch, model.dtype),
         trust_remote_code=model.trust_remote_code,
+        **quantization_options(model),
     )
 
 
@@ -216,7 +221,8 @@ def prove_export(
         CheckpointError: a reward differs by more than the dtype explains.
     """
     reloaded = _reload(folder, model)
-    tolerance = _TOLERANCE[model.dtype]
+    # bitsandbytes computes in bfloat16 where a CPU has it, whatever type was asked for
+    tolerance = _TOLERANCE["bfloat16" if model.quantization else model.dtype]
     largest = 0.0
     for side in padding_sides:
         for batch in (range(len(proof.texts)), *([i] for i in range(len(proof.texts)))):

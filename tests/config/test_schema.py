@@ -64,6 +64,17 @@ def test_training_data_may_be_an_empty_list():
         (TrainSection, {"max_steps": 0}, "max_steps is 0"),
         (TrainSection, {"early_stopping_patience": 2}, "needs metric_for_best_model"),
         (TrainSection, {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio has"),
+        (ModelSection, {"quantization": "4bit"}, "set lora, peft or adapter_path, too"),
+        (
+            ModelSection,
+            {"quantization": "8bit", "adapter_path": "a", "lora": {}},
+            "adapter_path cannot be merged into weights of few bits; merge it first",
+        ),
+        (
+            ModelSection,
+            {"quantization": "4bit", "lora": {"use_dora": True}},
+            "quantization: does not go with use_dora",
+        ),
         (ZeroSection, {"stage": 2, "offload_param": "cpu"}, "offload_param needs stage: 3"),
         (ZeroSection, {"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage"),
         (DataSection, {"shuffle": False, "shuffle_buffer_size": 9}, "shuffle_buffer_size has no"),
