@@ -30,7 +30,7 @@ REWARD_MEAN, REWARD_STD = -3.0, 2.0
 
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 
-Side = str | list[dict[str, str]]
+Side = str | list[Any]  # a text or a conversation
 
 
 def read_page() -> dict[str, list[str]]:
@@ -69,7 +69,7 @@ def train_and_export(base: Path, folder: Path, **options: Any) -> Trained:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.normal_(0, 0.3)
+                    parameter.normal_(0, 0.1)
     unproved = folder.with_name(f"{folder.name} unproved")
     classifier: Any = model.classifier
     classifier.save_pretrained(unproved)
@@ -78,7 +78,7 @@ def train_and_export(base: Path, folder: Path, **options: Any) -> Trained:
 
     def rewards(sides: Sequence[Side]) -> list[float]:
         encoded = PairTokenizer(tokenizer, max_length=512).encode(
-            [side if isinstance(side, str) else Conversation(list(side)) for side in sides]
+            [side if isinstance(side, str) else Conversation(side) for side in sides]
         )
         pairs = []
         for ids in encoded:
@@ -91,27 +91,23 @@ def train_and_export(base: Path, folder: Path, **options: Any) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model in whose base EOS is the padding, and tokenizer and template write a BOS."""
+def full(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Of a base whose padding is its EOS; its tokenizer and its template both write a BOS."""
+    place = tmp_path_factory.mktemp("full")
     tokenizer = word_tokenizer(
         pad_token="<eos>", adds="bos", chat_template="{{ bos_token }}" + CHAT_TEMPLATE
     )
-    folder = tmp_path_factory.mktemp("base") / "model"
-    tiny_llama_folder(folder, tokenizer, num_labels=1)
-    config = json.loads((folder / "config.json").read_text())
+    base = tiny_llama_folder(place / "base", tokenizer, num_labels=1)
+    config = json.loads((base / "config.json").read_text())
     moments = {"reward_mean": REWARD_MEAN, "reward_std": REWARD_STD}
-    (folder / "config.json").write_text(json.dumps(config | moments))
-    return folder
+    (base / "config.json").write_text(json.dumps(config | moments))
+    return train_and_export(base, place / "model")
 
 
 @pytest.fixture(scope="module")
-def full(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train_and_export(base, tmp_path_factory.mktemp("full") / "model")
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train_and_export(base, tmp_path_factory.mktemp("lora") / "model", lora={"r": 2})
+def adapter(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Of a language model that ends messages with its EOS, which is its padding, too."""
+    return train_and_export(base_model, tmp_path_factory.mktemp("lora") / "model", lora={"r": 2})
 
 
 @pytest.fixture(scope="module")
