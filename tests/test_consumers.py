@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, pipeline
 
 from rayrm.config.schema import ModelSection
 from rayrm.data.packing import pack_pairs
@@ -171,6 +171,14 @@ def test_the_pipeline_gives_the_rewards_singly_and_in_padded_batches(
     expected = full.rewards([page["CONVERSATION"], page["OTHER"], page["TEXT"]])
     assert [*page["many"], page["plain"]] == same(expected)
     assert page["one"] == pytest.approx(expected[0], abs=1e-5)
+
+
+def test_the_pipeline_needs_not_be_told_to_leave_rewards_as_they_are(
+    full: Trained, page: dict[str, Any]
+) -> None:
+    scorer = pipeline("text-classification", model=str(full.folder))
+    found = scorer(page["texts"][0], add_special_tokens=False)[0]["score"]
+    assert found == pytest.approx(full.rewards([page["CONVERSATION"]])[0], abs=1e-5)
 
 
 def test_an_adapter_gives_its_rewards_as_it_is_and_merged(

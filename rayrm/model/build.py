@@ -66,6 +66,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
             "not fit into an adapter; name a token that never ends a text"
         )
     config.num_labels = 1
+    config.problem_type = "regression"  # by which pipelines and servers apply no sigmoid
     config.pad_token_id = pad_token_id(tokenizer)
     if tokenizer.eos_token_id is not None:
         config.eos_token_id = tokenizer.eos_token_id
