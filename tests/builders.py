@@ -84,6 +84,16 @@ def _trained_tokenizer() -> str:
     return tokenizer.to_str()
 
 
+def with_other_template(folder: Path) -> Path:
+    """Save a tokenizer whose template writes tokens that the tiny models do not have."""
+    template = CHAT_TEMPLATE.replace("<|im_start|>", "<|turn|>") + "{{ eos_token }}"
+    tokenizer = word_tokenizer(chat_template=template)
+    tokenizer.add_tokens(["<|turn|>", "<|stop|>", "<|unused|>"], special_tokens=True)
+    tokenizer.eos_token = "<|stop|>"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def tiny_llama_folder(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,

@@ -12,7 +12,7 @@ import pytest
 
 from rayrm.config.schema import RunConfig
 from rayrm.training.convert import convert
-from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
+from tests.builders import pair_of, tiny_llama_folder, with_other_template, word_tokenizer
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.deepspeed
@@ -28,6 +28,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "stacked": {"adapter_path": "dora", "lora": LORA},
     "loha": {"peft": {"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj", "down_proj"]}},
     "vera": {"peft": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "o_proj"]}},
+    "new tokens": {"chat_template_path": "template", "lora": LORA},
     "norms": {"peft": {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm"]}},
 }
 """What of the model is trained; an adapter goes on from the case that it names."""
@@ -75,6 +76,8 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
     options = dict(TRAINED[trained])
     if "adapter_path" in options:
         options["adapter_path"] = str(place / f"{base}, {options['adapter_path']}")
+    if "chat_template_path" in options:
+        options["chat_template_path"] = str(place / options["chat_template_path"])
     section = {"name_or_path": str(place / base), "dtype": "float32", **options}
     config = RunConfig.model_validate({"model": section, "train": {"learning_rate": 3e-2}})
     tokenizer = load_tokenizer(config.model)
@@ -83,7 +86,7 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
     engine.cutting = Cutting(engine.cutting.layout, 1000)
     rng = np.random.default_rng(engine.rank)
     pairs = [
-        pair_of(*(rng.integers(10, 300, n).tolist() for n in rng.integers(1, 12, 3)))
+        pair_of(*(rng.integers(10, len(tokenizer), n).tolist() for n in rng.integers(1, 12, 3)))
         for _ in range(3)
     ]
     with engine.evaluating():
@@ -122,6 +125,7 @@ def test_trained_reloaded_and_merged_rewards_are_one(num_ranks: int, tmp_path: P
     for base in BASES:
         tokenizer = word_tokenizer(pad_token="<eos>" if "pad is eos" in base else "<pad>")
         tiny_llama_folder(tmp_path / base, tokenizer, tied=base.startswith("tied"))
+    with_other_template(tmp_path / "template")
     trained = in_world(
         train_and_export, {"folder": str(tmp_path)}, num_ranks=num_ranks, folder=tmp_path
     )

@@ -88,7 +88,8 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
     chat_template_path: str | None = None
-    """A Jinja file, or a tokenizer folder, whose chat template is used and saved."""
+    """A Jinja file, or a tokenizer folder, whose chat template is used and saved; with a tokenizer
+    come the special tokens that its template writes."""
     eos_token: str | None = None
     """Token that ends plain text; null takes the tokenizer's."""
     pad_token: str | None = None

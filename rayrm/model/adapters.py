@@ -38,13 +38,19 @@ _NEED_MORE = {
     PeftType.ADALORA: "its ranks are cut during training",
     PeftType.XLORA: "it mixes adapters that are trained already",
     PeftType.POLY: "it needs the number of each row's task",
+    PeftType.TRAINABLE_TOKENS: "it reads rows of embeddings that ZeRO-3 has parted",
     PeftType.OSF: "it changes the gradients of whole weights",
 }
 """Methods that wrap layers and cannot be trained by optimizer steps alone."""
 
 
 def add_adapter(
-    classifier: PreTrainedModel, model: ModelSection, *, head: str, gather: Gather
+    classifier: PreTrainedModel,
+    model: ModelSection,
+    *,
+    head: str,
+    gather: Gather,
+    train_embeddings: bool = False,
 ) -> tuple[PreTrainedModel, PeftModel]:
     """Wrap a classifier in the adapter that ``model`` asks for: a new one, or one to go on with.
 
@@ -57,6 +63,7 @@ def add_adapter(
             adapter is merged into the weights first.
         head: name of the module that is trained in full beside the adapter.
         gather: makes partitioned parameters whole.
+        train_embeddings: train those of a new adapter's base in full, too, since some are new.
 
     Returns:
         The classifier inside, and what wraps it.
@@ -72,7 +79,16 @@ def add_adapter(
         classifier = merge_adapter(wrapped, gather)
     field = "model.peft" if model.peft else "model.lora"
     config = _lora_config(model.lora) if model.lora is not None else _peft_config(model.peft)
+    if train_embeddings:
+        _train_embeddings(config, classifier)
     return classifier, _wrap(classifier, config, head=head, field=field, gather=gather)
+
+
+def _train_embeddings(config: Any, classifier: PreTrainedModel) -> None:
+    """Have peft train and save the embeddings; its way to train rows alone needs CUDA in ZeRO-3."""
+    embeddings = classifier.get_input_embeddings()
+    path = next(name for name, module in classifier.named_modules() if module is embeddings)
+    config.modules_to_save = [*(config.modules_to_save or []), path.rpartition(".")[2]]
 
 
 def read_adapter_config(adapter_path: str) -> PeftConfig:

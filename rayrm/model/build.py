@@ -23,7 +23,7 @@ from rayrm.model.adapters import HEADS, Gather, add_adapter, read_adapter_config
 from rayrm.model.quantize import keep_packed_weights_as_they_are, quantization_options
 from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
 from rayrm.model.shared_prompt import reason_against
-from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
+from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path, template_brings_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,6 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pret
         raise ConfigError(
             f"model.name_or_path: {model.name_or_path} is a classifier with {config.num_labels} "
             "labels; a reward model has one: start from its backbone, or from a one-label model"
-        )
-    if model.trains_adapter and len(tokenizer) > config.get_text_config().vocab_size:
-        raise ConfigError(
-            "model.pad_token: the tokenizer has no token to spare for padding, and a new one does "
-            "not fit into an adapter; name a token that never ends a text"
         )
     config.num_labels = 1
     config.problem_type = "regression"  # by which pipelines and servers apply no sigmoid
@@ -120,7 +115,10 @@ def build_reward_model(
     if new_weights:
         logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
         _draw_weights(classifier, new_weights, seed, gather)
-    return _dressed(classifier, model, shared_prompt, gather)
+    train_embeddings = template_brings_tokens(model, tokenizer)
+    return _dressed(
+        classifier, model, shared_prompt, train_embeddings=train_embeddings, gather=gather
+    )
 
 
 def check_reward_model(
@@ -145,13 +143,16 @@ def check_reward_model(
             )
     except (ValueError, TypeError, ImportError) as error:
         raise _not_loaded(model, error) from error
-    _dressed(classifier, model, shared_prompt)
+    train_embeddings = template_brings_tokens(model, tokenizer)
+    _dressed(classifier, model, shared_prompt, train_embeddings=train_embeddings)
 
 
 def _dressed(
     classifier: PreTrainedModel,
     model: ModelSection,
     shared_prompt: SharedPrompt,
+    *,
+    train_embeddings: bool,
     gather: Gather = lambda parameters: nullcontext(),
 ) -> RewardModel | EncoderRewardModel:
     """Give a classifier its float32 head, its adapters and its layout."""
@@ -164,7 +165,9 @@ def _dressed(
     padded_because = _why_padded(classifier, model, shared_prompt, is_decoder=is_decoder)
     wrapped: nn.Module = classifier
     if model.trains_adapter:
-        classifier, wrapped = add_adapter(classifier, model, head=head_name, gather=gather)
+        classifier, wrapped = add_adapter(
+            classifier, model, head=head_name, train_embeddings=train_embeddings, gather=gather
+        )
     if model.quantization is not None:
         _give_trained_weights(wrapped, getattr(torch, model.dtype))
     if not is_decoder:

@@ -50,16 +50,30 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
     )
+    if model.chat_template_path is not None:
+        _take_chat_template(tokenizer, model.chat_template_path)
     if model.eos_token is not None:
         tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "model.eos_token")
-    if model.chat_template_path is not None:
-        tokenizer.chat_template = _read_chat_template(model.chat_template_path)
     pad_token = _choose_pad_token(tokenizer, model.pad_token)
     if pad_token not in tokenizer.get_vocab():
         tokenizer.add_tokens(pad_token, special_tokens=True)  # else its id is that of <unk>
     tokenizer.pad_token = pad_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def template_brings_tokens(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes tokens that the model was never trained on."""
+    if model.chat_template_path is None:
+        return False
+    own = _from_pretrained(
+        resolve_name_or_path(model),
+        field="model.name_or_path",
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+    )
+    added = tokenizer.get_vocab().keys() - own.get_vocab().keys()
+    return bool(added - {str(tokenizer.pad_token)})
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -86,17 +100,34 @@ def _known_token(tokenizer: PreTrainedTokenizerBase, token: str, field: str) -> 
     return token
 
 
-def _read_chat_template(path: str) -> str:
+def _take_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Take the template of a file; or that of a tokenizer, with the special tokens it writes."""
     place = Path(path)
-    if place.is_dir():
-        template = _from_pretrained(path, field="model.chat_template_path").chat_template
-        if not isinstance(template, str):
-            raise ConfigError(f"model.chat_template_path: {path} has no chat template of its own")
-        return template
-    try:
-        return place.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template_path: cannot read {path} ({error})") from error
+    if not place.is_dir():
+        try:
+            tokenizer.chat_template = place.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template_path: cannot read {path} ({error})") from error
+        return
+    other = _from_pretrained(path, field="model.chat_template_path")
+    template = other.chat_template
+    if not isinstance(template, str):
+        raise ConfigError(f"model.chat_template_path: {path} has no chat template of its own")
+    tokenizer.chat_template = template
+    roles = [role for role in ("bos_token", "eos_token") if role in template]
+    named = [str(getattr(other, role)) for role in roles]
+    known = tokenizer.get_vocab()
+    brought = [
+        token
+        for _, token in sorted(other.added_tokens_decoder.items())
+        if token.content not in known and (token.content in template or token.content in named)
+    ]
+    if brought:
+        tokenizer.add_tokens(brought)
+        names = ", ".join(token.content for token in brought)
+        logger.info("tokens added for the chat template of %s: %s", path, names)
+    for role in roles:
+        setattr(tokenizer, role, getattr(other, role))
 
 
 def _choose_pad_token(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> str:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ def export_model(
     state |= {name: buffer for name, buffer in buffers if name in kept}
     config = _config_of(classifier)
     config.reward_mean, config.reward_std = reward_moments or (None, None)
-    classifier.save_pretrained(folder, state_dict=state)
+    # embeddings that are trained are among the adapter's weights, and its base has all others
+    options = {"save_embedding_layers": False} if model.trains_adapter else {}
+    classifier.save_pretrained(folder, state_dict=state, **options)
     state.clear()  # the proof loads the weights again: one copy at a time
     tokenizer.save_pretrained(folder)
     if model.trains_adapter:
@@ -132,7 +134,8 @@ def _write_adapter_base(
 
     peft builds the base from its own configuration: with the label count and pad id of a language
     model the trained head would not fit, and padded batches would be read at the wrong token. The
-    weights are linked, not copied, unless another adapter was merged into them.
+    weights are linked, not copied, unless another adapter was merged into them, or there are more
+    embeddings now.
     """
     config = copy(_config_of(classifier))
     config.base_quantization = model.quantization  # for people, and for rayrm.export
@@ -140,16 +143,19 @@ def _write_adapter_base(
     original = resolve_name_or_path(model)
     config.save_pretrained(folder)
     base = Path(folder, _BASE)
-    if model.stacks_adapter:
-        plain = _load_plain(original, config, model)
-        below = PeftModel.from_pretrained(
-            plain, str(model.adapter_path), autocast_adapter_dtype=False
-        )
-        merge_adapter(below).save_pretrained(base)
+    own = AutoConfig.from_pretrained(
+        original, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    has_new_tokens = config.get_text_config().vocab_size > own.get_text_config().vocab_size
+    if model.stacks_adapter or has_new_tokens:
+        plain: Any = _load_enlarged(original, own, config, model)
+        if model.stacks_adapter:
+            plain = PeftModel.from_pretrained(
+                plain, str(model.adapter_path), autocast_adapter_dtype=False
+            )
+            plain = merge_adapter(plain)
+        plain.save_pretrained(base)
     else:
-        own = AutoConfig.from_pretrained(
-            original, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
         # the base inside another adapter's folder may go when that goes
         is_anothers = Path(original).name == _BASE and Path(original, "..", _ADAPTER).is_file()
         fits = own.num_labels == 1 and own.pad_token_id == config.pad_token_id
@@ -167,6 +173,18 @@ def _write_adapter_base(
     settings["base_model_name_or_path"] = os.path.join(final_path, _BASE)
     settings["revision"] = None
     adapter_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _load_enlarged(path: str, own: Any, config: Any, model: ModelSection) -> PreTrainedModel:
+    """Load what an adapter sits on, with the embeddings of tokens that its own weights lack."""
+    vocab_size = config.get_text_config().vocab_size
+    narrow = deepcopy(config)
+    narrow.get_text_config().vocab_size = own.get_text_config().vocab_size
+    narrow.pad_token_id = None  # it may be among the new ones
+    plain = _load_plain(path, narrow, model)
+    plain.resize_token_embeddings(vocab_size, mean_resizing=False)
+    plain.config.pad_token_id = config.pad_token_id
+    return plain
 
 
 def _load_plain(path: str, config: Any, model: ModelSection) -> PreTrainedModel:

@@ -23,7 +23,13 @@ from rayrm.model.reward import (
     checkpoint_activations,
 )
 from rayrm.model.tokenizer import load_tokenizer
-from tests.builders import pair_of, tiny_bert_folder, tiny_llama_folder, word_tokenizer
+from tests.builders import (
+    pair_of,
+    tiny_bert_folder,
+    tiny_llama_folder,
+    with_other_template,
+    word_tokenizer,
+)
 
 PAD = 3
 PAIRS = [
@@ -357,6 +363,27 @@ def test_a_token_added_for_padding_gets_an_embedding(tmp_path: Path):
     assert rewards_of(model, [pair_of([10], [size - 1], [11])]).isfinite().all()
 
 
-def test_a_token_added_for_padding_does_not_fit_into_an_adapter(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"^model\.pad_token: .*no token to spare"):
-        build(without_spare_token(tmp_path), lora=LoraSection())
+def test_a_token_added_for_padding_is_not_trained_by_an_adapter(tmp_path: Path):
+    model = build(without_spare_token(tmp_path), lora=LoraSection())
+    trained = [name for name, x in model.named_parameters() if x.requires_grad]
+    assert not [name for name in trained if "embed_tokens" in name]
+
+
+def test_tokens_of_another_tokenizers_template_get_embeddings_that_an_adapter_trains(
+    tmp_path: Path,
+):
+    folder = tiny_llama_folder(tmp_path / "base", word_tokenizer())
+    section: dict[str, Any] = {
+        "chat_template_path": str(with_other_template(tmp_path / "other")),
+        "lora": LoraSection(),
+    }
+    model: Any = build(folder, **section)
+    size = len(word_tokenizer())
+    assert model.classifier.get_input_embeddings().weight.shape[0] == size + 2
+    trained = [name for name, x in model.named_parameters() if x.requires_grad]
+    assert [name for name in trained if "embed_tokens.modules_to_save" in name]
+    tokenizer: Any = load_tokenizer(ModelSection(name_or_path=str(folder), **section))
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert (ids[0], ids[-1]) == (size, size + 1)
+    assert tokenizer.eos_token == "<|stop|>"
