@@ -273,7 +273,8 @@ class TrainSection(Section):
     max_steps: Annotated[int, Field(ge=-1), NoBool] = -1
     """Optimizer steps to run; -1 means by epochs."""
     learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW: about 1e-4 for adapters and small models, 1e-5 or less for every
+    weight of a large one."""
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"
     ] = "linear"

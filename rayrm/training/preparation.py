@@ -104,6 +104,23 @@ def slow_dtype(dtype: str, device: torch.device) -> str | None:
     return "this CPU has no bfloat16 arithmetic: model.dtype=float32 is many times faster here"
 
 
+def unusual_learning_rate(config: RunConfig, num_parameters: int) -> str | None:
+    """Say that a rate is far from what others take for as many parameters.
+
+    TRL, OpenRLHF and LLaMA-Factory take 1e-5 or less for every weight of a large model, and about
+    1e-4 for adapters.
+    """
+    rate = config.train.learning_rate
+    if not config.model.trains_adapter and num_parameters > 1e9 and rate > 5e-5:
+        return (
+            f"train.learning_rate {rate:g} is high for training every weight of "
+            f"{num_parameters / 1e9:.1f} billion, and may end in equal rewards: 1e-5 is usual"
+        )
+    if config.model.trains_adapter and rate < 2e-5:
+        return f"train.learning_rate {rate:g} is low for adapters, which may not learn: take 1e-4"
+    return None
+
+
 def check_finite(engine: Engine, name_or_path: str) -> None:
     """Refuse weights that no update can mend and that could not be exported; collective.
 

@@ -32,7 +32,13 @@ from rayrm.training.job import MODEL, REPORT, Job
 from rayrm.training.journal import Journal
 from rayrm.training.judge import checkpoint_score, judge
 from rayrm.training.loop import Progress, Shard, training_steps
-from rayrm.training.preparation import check_finite, prove_layout, settle_memory, slow_dtype
+from rayrm.training.preparation import (
+    check_finite,
+    prove_layout,
+    settle_memory,
+    slow_dtype,
+    unusual_learning_rate,
+)
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import METRICS, RowLog, Tracker
 
@@ -159,7 +165,11 @@ def _start_tracker(
     tracker = Tracker(
         folder, config.tracking.wandb, config=job.config, run_id=job.run_id, step=progress.step
     )
-    for notice in (tracker.notice, slow_dtype(config.model.dtype, engine.device)):
+    for notice in (
+        tracker.notice,
+        slow_dtype(config.model.dtype, engine.device),
+        unusual_learning_rate(config, total),
+    ):
         if notice is not None:
             job.board.note.remote(notice)
     return tracker

@@ -1,5 +1,6 @@
-"""The DeepSpeed configuration of a run, as a pure function of its sections."""
+"""The DeepSpeed configuration of a run, and what its state takes: pure functions."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rayrm.config.schema import ZeroSection
@@ -38,3 +39,37 @@ def _laid_over(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(below, dict) and isinstance(value, dict)
         merged[key] = _laid_over(cast("dict[str, Any]", below), value) if both else value
     return merged
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What one rank holds between steps, in bytes."""
+
+    parameters: float
+    """In the type of forward and backward."""
+    gradients: float
+    """Summed up in float32."""
+    optimizer: float
+    """Both moments of AdamW and, but for stage 0, master weights, in float32."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    num_parameters: int, num_trained: int, *, stage: int, dtype: str, world_size: int
+) -> StateBytes:
+    """Return what the training state takes on each rank.
+
+    The arithmetic of ZeRO (Rajbhandari et al. 2020, section 3), with gradients in float32: a stage
+    divides one thing more among the ranks.
+    """
+    itemsize = {"bfloat16": 2, "float32": 4}[dtype]
+    share = [1 / world_size if stage >= least else 1.0 for least in (3, 2, 1)]
+    return StateBytes(
+        parameters=itemsize * num_parameters * share[0],
+        gradients=4 * num_trained * share[1],
+        optimizer=(12 if stage else 8) * num_trained * share[2],
+    )

@@ -15,7 +15,12 @@ from rayrm.errors import RayrmError
 from rayrm.model.build import build_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.loop import Progress
-from rayrm.training.preparation import prove_layout, settle_memory, slow_dtype
+from rayrm.training.preparation import (
+    prove_layout,
+    settle_memory,
+    slow_dtype,
+    unusual_learning_rate,
+)
 from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
 
 PAIRS = [pair_of([5, 6, 7, 8], [9, 10, 11], [12]), pair_of([20, 21], [22], [23, 24])]
@@ -165,6 +170,24 @@ def test_a_reward_that_is_no_number_is_a_difference(llama: Path):
     engine.score = score_wrongly
     with pytest.raises(RayrmError, match="gives rewards"):
         prove_layout(engine, Progress(), PAIRS, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "rate", "num_parameters", "told"),
+    [
+        ({}, 1e-4, 7e9, "is high for training every weight of 7.0 billion"),
+        ({}, 1e-5, 7e9, None),
+        ({}, 1e-4, 1e8, None),
+        ({"lora": {}}, 1e-4, 7e9, None),
+        ({"lora": {}}, 1e-6, 7e9, "is low for adapters"),
+    ],
+)
+def test_a_learning_rate_that_is_known_to_fail_is_told(
+    model: dict[str, Any], rate: float, num_parameters: int, told: str | None
+):
+    config = RunConfig.model_validate({"model": model, "train": {"learning_rate": rate}})
+    says = unusual_learning_rate(config, num_parameters)
+    assert says is None if told is None else told in (says or "")
 
 
 def test_a_type_that_the_machine_imitates_is_told():
