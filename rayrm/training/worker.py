@@ -159,7 +159,8 @@ def _start_tracker(
     tracker = Tracker(
         folder, config.tracking.wandb, config=job.config, run_id=job.run_id, step=progress.step
     )
-    for notice in (tracker.notice, slow_dtype(config.model.dtype, engine.device)):
+    origin = engine.model.origin if progress.step == 0 else None
+    for notice in (origin, tracker.notice, slow_dtype(config.model.dtype, engine.device)):
         if notice is not None:
             job.board.note.remote(notice)
     return tracker
