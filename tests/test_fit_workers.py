@@ -37,7 +37,9 @@ def test_a_model_that_cannot_share_prompts_trains_in_padded_rows_and_that_is_tol
 
     folder = make_model(tmp_path / "base", word_tokenizer())
     result = rayrm.fit(config_for(folder, tmp_path, "padded"), datasets={"train": text_rows(5)})
-    assert f"padded rows ({reason}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"padded rows ({reason}" in told
+    assert "\nnew weights, drawn from run.seed: " in told
     lines = training_lines(result.run_dir)
     assert [line["shared_prompt_share"] for line in lines] == [0.0] * 4
     assert len({line["loss"] for line in lines}) == 4

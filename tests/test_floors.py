@@ -28,6 +28,7 @@ FLOORS = {
     "data.packing": 1,
     "data.plan": 1,
     "data.report": 1,
+    "model.heads": 1,
     "model.loss": 1,
     "model.metrics": 1,
     "model.quickstart": 1,

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rayrm
+from rayrm.config.schema import ModelSection
+from rayrm.data.formats import parse_line
+from rayrm.data.packing import pack_pairs
+from rayrm.data.tokenize import PairTokenizer, TokenizedPair
+from rayrm.model.build import build_reward_model
+from rayrm.model.tokenizer import load_tokenizer
 from tests.builders import tiny_llama_folder, word_tokenizer
 
 pytestmark = [
@@ -85,6 +92,11 @@ def trl_logs(folder: Path) -> dict[str, Log]:
     runs = {
         "plain": {"pairs": str(folder / "plain.jsonl"), "settings": common},
         "margins": {"pairs": str(folder / "margins.jsonl"), "settings": common | harder},
+        "saved": {
+            "pairs": str(folder / "plain.jsonl"),
+            "settings": common | {"max_steps": 2},
+            "save": str(folder / "saved"),
+        },
     }
     (folder / "runs.json").write_text(json.dumps(runs))
     script = Path(__file__).with_name("trl_reference.py")
@@ -94,12 +106,17 @@ def trl_logs(folder: Path) -> dict[str, Log]:
 
 
 def train_with_rayrm(
-    folder: Path, *, pairs: str, max_tokens: int = 8192, overrides: Sequence[str] = ()
+    folder: Path,
+    *,
+    pairs: str,
+    model: str = "model",
+    max_tokens: int = 8192,
+    overrides: Sequence[str] = (),
 ) -> Log:
     """Return rayrm's metrics, a line a step."""
     config = {
-        "run": {"output_dir": str(folder), "name": f"{pairs}-{max_tokens}"},
-        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+        "run": {"output_dir": str(folder), "name": f"{model}-{pairs}"},
+        "model": {"name_or_path": str(folder / model), "dtype": "float32"},
         "data": {"train": str(folder / f"{pairs}.jsonl"), "shuffle": False},
         "train": {
             "batch_size": PAIRS_A_STEP,
@@ -136,3 +153,30 @@ def test_margins_and_centering_under_clipping_decay_and_a_warm_cosine_in_several
     ours = train_with_rayrm(folder, pairs="margins", max_tokens=400, overrides=HARDER)
     assert ours[0]["num_tokens"] > 400  # too many for one forward
     assert_same_steps(ours, trl_logs["margins"])
+
+
+def test_what_trl_trained_begins_with_its_rewards_and_goes_on(
+    ray_session: Any, folder: Path, trl_logs: dict[str, Log]
+):
+    theirs: list[list[float]] = json.loads((folder / "saved" / "rewards.json").read_text())
+    section = ModelSection(name_or_path=str(folder / "saved"), dtype="float32")
+    tokenizer = load_tokenizer(section)
+    model = build_reward_model(section, tokenizer, seed=0, shared_prompt="on").eval()
+    lines = (folder / "plain.jsonl").read_text().splitlines()
+    pairs = PairTokenizer(tokenizer, max_length=1024).tokenize([parse_line(x, {}) for x in lines])
+    tokenized = [pair for pair in pairs if isinstance(pair, TokenizedPair)]
+    with torch.no_grad():
+        rewards = model(**pack_pairs(tokenized, model.layout).inputs)
+    torch.testing.assert_close(rewards.view(-1, 2), torch.tensor(theirs), rtol=0, atol=1e-5)
+
+    ours = train_with_rayrm(folder, pairs="plain", model="saved", overrides=["train.max_steps=1"])
+    first = torch.tensor(theirs[:PAIRS_A_STEP])
+    expected = {
+        "min_reward": first.min(),
+        "mean_reward": first.mean(),
+        "max_reward": first.max(),
+        "margin": (first[:, 0] - first[:, 1]).mean(),
+    }
+    assert {name: ours[0][name] for name in expected} == pytest.approx(
+        {name: value.item() for name, value in expected.items()}, rel=0, abs=1e-5
+    )

@@ -2,7 +2,8 @@
 
     python tests/trl_reference.py MODEL RUNS.json OUTPUT.json
 
-RUNS maps a name to `{pairs, settings}`: a file of pairs and arguments of a `trl.RewardConfig`.
+RUNS maps a name to `{pairs, settings}`: a file of pairs and arguments of a `trl.RewardConfig`; with
+`save`, a folder, the model goes there with its rewards of the pairs, `rewards.json`.
 OUTPUT maps it to a log, a line a step.
 """
 
@@ -12,13 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
 
-def train(model: str, pairs: str, settings: dict[str, Any]) -> list[dict[str, float]]:
+def train(
+    model: str, pairs: str, settings: dict[str, Any], save: str | None = None
+) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         trainer = RewardTrainer(
@@ -39,7 +43,18 @@ def train(model: str, pairs: str, settings: dict[str, Any]) -> list[dict[str, fl
             processing_class=AutoTokenizer.from_pretrained(model),
         )
         trainer.train()
+    if save is not None:
+        trainer.save_model(save)
+        Path(save, "rewards.json").write_text(json.dumps(rewards_of(trainer)))
     return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def rewards_of(trainer: Any) -> list[list[float]]:
+    """Return the rewards of chosen and rejected, pair by pair, as the trainer computes them."""
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        logits = trainer.model.eval()(batch["input_ids"], batch["attention_mask"]).logits
+    return logits.view(2, -1).T.tolist()
 
 
 def main(model: str, runs: str, output: str) -> None:

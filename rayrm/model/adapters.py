@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from rayrm.config.schema import LoraSection, ModelSection
 from rayrm.errors import ConfigError
+from rayrm.model.heads import Head, find_head
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def add_adapter(
     head: str,
     gather: Gather,
     train_embeddings: bool = False,
-) -> tuple[PreTrainedModel, PeftModel]:
+) -> tuple[PreTrainedModel, PeftModel, str]:
     """Wrap a classifier in the adapter that ``model`` asks for: a new one, or one to go on with.
 
     Adapters keep the type of the weights they sit on: DeepSpeed refuses mixed types in one
@@ -66,22 +67,24 @@ def add_adapter(
         train_embeddings: train those of a new adapter's base in full, too, since some are new.
 
     Returns:
-        The classifier inside, and what wraps it.
+        The classifier inside, what wraps it, and where its head is from, or nothing if the adapter
+        has none.
 
     Raises:
         ConfigError: the adapter is of another base, cannot be read, names no layer of this model,
             or is of a method that does not work here.
     """
+    origin = ""
     if model.adapter_path is not None:
-        wrapped = _reload_adapter(classifier, model.adapter_path, head=head, gather=gather)
+        wrapped, origin = reload_adapter(classifier, model.adapter_path, head=head, gather=gather)
         if not model.stacks_adapter:
-            return classifier, wrapped
+            return classifier, wrapped, origin
         classifier = merge_adapter(wrapped, gather)
     field = "model.peft" if model.peft else "model.lora"
     config = _lora_config(model.lora) if model.lora is not None else _peft_config(model.peft)
     if train_embeddings:
         _train_embeddings(config, classifier)
-    return classifier, _wrap(classifier, config, head=head, field=field, gather=gather)
+    return classifier, _wrap(classifier, config, head=head, field=field, gather=gather), origin
 
 
 def _train_embeddings(config: Any, classifier: PreTrainedModel) -> None:
@@ -167,11 +170,20 @@ def _wrap(
     return cast("PeftModel", wrapped)
 
 
-def _reload_adapter(
-    classifier: PreTrainedModel, adapter_path: str, *, head: str, gather: Gather
-) -> PeftModel:
-    """Wrap in a saved adapter, trained on; a head that it has not stays the classifier's."""
+def reload_adapter(
+    classifier: PreTrainedModel,
+    adapter_path: str,
+    *,
+    head: str,
+    gather: Gather = lambda parameters: nullcontext(),
+) -> tuple[PeftModel, str]:
+    """Wrap in a saved adapter, trained on, and tell where its head is from.
+
+    It is in the adapter, or in a file beside it; else the classifier's stays: nothing is told.
+    """
     config: Any = read_adapter_config(adapter_path)
+    hidden_size = getattr(classifier.get_submodule(head), "in_features", None)
+    beside = find_head(adapter_path, field="model.adapter_path", hidden_size=hidden_size)
     config.task_type, config.inference_mode = None, False
     wrapped = _wrap(classifier, config, head=head, field="model.adapter_path", gather=gather)
     is_meta = next(wrapped.parameters()).is_meta
@@ -179,7 +191,7 @@ def _reload_adapter(
     weights = _read_weights(adapter_path)
     try:
         with gather(list(trained.values())):
-            new_head = _add_missing_head(weights, trained, head)
+            new_head = _add_missing_head(weights, trained, head, beside)
             # without weights to fill there are only shapes to compare
             found = set_peft_model_state_dict(wrapped, weights, low_cpu_mem_usage=is_meta)
     except (ValueError, KeyError, RuntimeError) as error:
@@ -189,9 +201,11 @@ def _reload_adapter(
     if found.unexpected_keys or missing:
         name = (found.unexpected_keys or missing)[0]
         raise _of_another_base(adapter_path, f"{name} is in one of the two alone")
-    if new_head:
+    if not new_head:
+        return wrapped, f"that of {adapter_path}"
+    if beside is None:
         logger.info("%s has no head: %s stay as in the model", adapter_path, ", ".join(new_head))
-    return wrapped
+    return wrapped, str(beside or "")
 
 
 def _read_weights(adapter_path: str) -> dict[str, Tensor]:
@@ -209,13 +223,19 @@ def _read_weights(adapter_path: str) -> dict[str, Tensor]:
 
 
 def _add_missing_head(
-    weights: dict[str, Tensor], trained: dict[str, nn.Parameter], head: str
+    weights: dict[str, Tensor],
+    trained: dict[str, nn.Parameter],
+    head: str,
+    beside: Head | None,
 ) -> list[str]:
-    """Lay the model's own head beside an adapter that has none; return the names it lacked."""
+    """Give an adapter without a head that beside it, or the model's; return the names it lacked."""
     inside = f".{head}.modules_to_save.default."
     own = {name.replace(inside, f".{head}."): p for name, p in trained.items() if inside in name}
     missing = [name for name in own if name not in weights]
     weights.update({name: own[name].detach() for name in missing})
+    for name in missing:
+        if beside is not None and name.endswith(f".{head}.weight"):
+            weights[name] = beside.weight
     return missing
 
 

@@ -20,12 +20,15 @@ from transformers import (
 from rayrm.config.schema import ModelSection, SharedPrompt
 from rayrm.errors import ConfigError
 from rayrm.model.adapters import HEADS, Gather, add_adapter, read_adapter_config
+from rayrm.model.heads import Head, find_head, rename_head
 from rayrm.model.quantize import keep_packed_weights_as_they_are, quantization_options
 from rayrm.model.reward import EncoderRewardModel, Float32Linear, RewardModel
 from rayrm.model.shared_prompt import reason_against
 from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path, template_brings_tokens
 
 logger = logging.getLogger(__name__)
+
+_HEAD = "score.weight"
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -83,9 +86,10 @@ def build_reward_model(
 ) -> RewardModel | EncoderRewardModel:
     """Load the backbone and its head, ready to train.
 
-    Weights that the folder lacks, such as the head, are drawn from ``seed`` with the backbone's
-    initializer range, alike on every rank and under every ZeRO stage; a head that it has is kept.
-    Under ZeRO-3 the weights go straight into their partitions.
+    A head that the folder has is kept, also under the names of OpenRLHF, TRL and LLaMA-Factory.
+    Weights that it lacks, such as the head, are drawn from ``seed`` with the backbone's initializer
+    range, alike on every rank and under every ZeRO stage. Under ZeRO-3 the weights go straight into
+    their partitions.
 
     Args:
         model: what to load.
@@ -112,13 +116,16 @@ def build_reward_model(
         keep_packed_weights_as_they_are(classifier)
     if dequantized:
         classifier = cast(Any, classifier).dequantize().to(getattr(torch, model.dtype))
-    if new_weights:
-        logger.info("new weights, drawn from run.seed: %s", ", ".join(sorted(new_weights)))
-        _draw_weights(classifier, new_weights, seed, gather)
+    head = _find_head(classifier, model) if _HEAD in new_weights else None
+    _fill_weights(classifier, new_weights, head, seed, gather)
+    rename_head(classifier.config)
     train_embeddings = template_brings_tokens(model, tokenizer)
-    return _dressed(
+    reward_model = _dressed(
         classifier, model, shared_prompt, train_embeddings=train_embeddings, gather=gather
     )
+    reward_model.origin = _tell_origin(new_weights, reward_model.origin or str(head or ""))
+    logger.info(reward_model.origin)
+    return reward_model
 
 
 def check_reward_model(
@@ -143,6 +150,9 @@ def check_reward_model(
             )
     except (ValueError, TypeError, ImportError) as error:
         raise _not_loaded(model, error) from error
+    is_local = Path(resolve_name_or_path(model)).is_dir()  # nothing is to be fetched yet
+    if is_local and isinstance(getattr(classifier, "score", None), nn.Linear):
+        _find_head(classifier, model)
     train_embeddings = template_brings_tokens(model, tokenizer)
     _dressed(classifier, model, shared_prompt, train_embeddings=train_embeddings)
 
@@ -164,19 +174,21 @@ def _dressed(
         _compute_head_in_float32(classifier)
     padded_because = _why_padded(classifier, model, shared_prompt, is_decoder=is_decoder)
     wrapped: nn.Module = classifier
+    origin = ""
     if model.trains_adapter:
-        classifier, wrapped = add_adapter(
+        classifier, wrapped, origin = add_adapter(
             classifier, model, head=head_name, train_embeddings=train_embeddings, gather=gather
         )
     if model.quantization is not None:
         _give_trained_weights(wrapped, getattr(torch, model.dtype))
     if not is_decoder:
-        return EncoderRewardModel(wrapped, padded_because=padded_because)
+        return EncoderRewardModel(wrapped, padded_because=padded_because, origin=origin)
     return RewardModel(
         wrapped,
         backbone=cast("PreTrainedModel", classifier.base_model),
         head=classifier.get_submodule("score"),
         padded_because=padded_because,
+        origin=origin,
     )
 
 
@@ -232,19 +244,45 @@ def _not_loaded(model: ModelSection, error: Exception) -> ConfigError:
     )
 
 
-def _draw_weights(classifier: PreTrainedModel, names: set[str], seed: int, gather: Gather) -> None:
-    """Draw matrices from ``seed``; a bias begins at zero, the scale of a norm at one."""
+def _find_head(classifier: PreTrainedModel, model: ModelSection) -> Head | None:
+    return find_head(
+        resolve_name_or_path(model),
+        field="model.name_or_path",
+        revision=model.revision,
+        module=getattr(classifier.config, "value_head_prefix", None),
+        hidden_size=cast("nn.Linear", classifier.get_submodule("score")).in_features,
+    )
+
+
+def _fill_weights(
+    classifier: PreTrainedModel, names: set[str], head: Head | None, seed: int, gather: Gather
+) -> None:
+    """Take the head, if there is one, and draw the other matrices from ``seed``.
+
+    A bias begins at zero, the scale of a norm at one.
+    """
     std = getattr(classifier.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in classifier.named_parameters():
         if name not in names:
             continue
         with gather([parameter]), torch.no_grad():
-            if parameter.ndim >= 2:
+            if name == _HEAD and head is not None:
+                parameter.copy_(head.weight)
+            elif parameter.ndim >= 2:
                 draw = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
                 parameter.copy_(draw)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _tell_origin(new_weights: set[str], head: str) -> str:
+    """Tell where the head is from, and which weights are drawn; it is not, where it was found."""
+    drawn = {name for name in new_weights if not head or name.partition(".")[0] not in HEADS}
+    told = [f"head: {head}"] if head else []
+    if drawn:
+        told.append(f"new weights, drawn from run.seed: {', '.join(sorted(drawn))}")
+    return "; ".join(told) or "head: kept"
 
 
 def _compute_head_in_float32(classifier: PreTrainedModel) -> None:

@@ -35,6 +35,8 @@ class RewardModel(nn.Module):
     """Why its prompts are not shared, if they are not."""
     padding_sides: tuple[PaddingSide, ...]
     """Where plain transformers may pad a text without moving its reward."""
+    origin: str
+    """Where its head is from, and which weights are new."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class RewardModel(nn.Module):
         backbone: PreTrainedModel,
         head: nn.Module,
         padded_because: str | None = None,
+        origin: str = "",
     ) -> None:
         """``backbone`` and ``head`` are parts of ``classifier``."""
         super().__init__()
@@ -51,6 +54,7 @@ class RewardModel(nn.Module):
         self._views = (backbone, head)
         self.layout = "shared_prompt" if padded_because is None else "padded"
         self.padded_because = padded_because
+        self.origin = origin
         # padding on the left runs through a state before the text does
         self.padding_sides = ("right",) if carries_state(backbone) else ("right", "left")
         self._padded_attention = str(backbone.config._attn_implementation)
@@ -96,10 +100,13 @@ class EncoderRewardModel(nn.Module):
     padding_sides: tuple[PaddingSide, ...] = ("right",)
     """It pools at the first token, which has to be the text's."""
 
-    def __init__(self, classifier: nn.Module, *, padded_because: str | None) -> None:
+    def __init__(
+        self, classifier: nn.Module, *, padded_because: str | None, origin: str = ""
+    ) -> None:
         super().__init__()
         self.classifier = classifier
         self.padded_because = padded_because
+        self.origin = origin
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, last_token: Tensor) -> Tensor:
         """Return float32 rewards ``[texts]``; arguments as in ``RewardModel.forward``."""

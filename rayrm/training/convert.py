@@ -21,6 +21,7 @@ from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError, ConfigError
 from rayrm.model.adapters import adapter_has_head, merge_adapter, read_adapter_config
 from rayrm.model.build import build_reward_model
+from rayrm.model.heads import find_head
 from rayrm.model.reward import EncoderRewardModel, RewardModel
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.card import CARD, CURVES, card_of_merged, write_card
@@ -157,7 +158,7 @@ def find_origin(source: str) -> Origin:
                 f"{source}: its base, {base}, is not there; bring it back, or write its new place "
                 "as base_model_name_or_path into adapter_config.json"
             )
-        if not adapter_has_head(source):
+        if not adapter_has_head(source) and find_head(source, field=source) is None:
             raise ConfigError(f"{source}: this adapter has no head; it is not a reward model's")
         has_tokenizer = (place / "tokenizer_config.json").is_file()
         told_by = source if (place / "config.json").is_file() else str(base)
@@ -182,7 +183,10 @@ def find_origin(source: str) -> Origin:
 
 def _check_has_head(source: str, config: Any) -> None:
     names = config.architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in names):
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return
+    module = getattr(config, "value_head_prefix", None)
+    if find_head(source, field=source, module=module) is None:
         raise ConfigError(
             f"{source}: {', '.join(names) or 'this model'} has no scalar head; it is not a reward "
             "model"
@@ -190,9 +194,10 @@ def _check_has_head(source: str, config: Any) -> None:
 
 
 def _moments_of(config: Any) -> tuple[float, float] | None:
-    if getattr(config, "reward_mean", None) is None:
-        return None
-    return config.reward_mean, config.reward_std
+    for mean, std in (("reward_mean", "reward_std"), ("mean", "std")):  # the latter OpenRLHF's
+        if getattr(config, mean, None) is not None:
+            return getattr(config, mean), getattr(config, std)
+    return None
 
 
 def _read_config(name_or_path: str) -> Any:

@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 from rayrm.config.schema import ModelSection
 from rayrm.data.tokenize import TokenizedPair
 from rayrm.errors import CheckpointError
-from rayrm.model.adapters import merge_adapter
+from rayrm.model.adapters import HEADS, merge_adapter, reload_adapter
 from rayrm.model.quantize import quantization_options
 from rayrm.model.reward import EncoderRewardModel, PaddingSide, RewardModel
 from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
@@ -150,10 +150,9 @@ def _write_adapter_base(
     if model.stacks_adapter or has_new_tokens:
         plain: Any = _load_enlarged(original, own, config, model)
         if model.stacks_adapter:
-            plain = PeftModel.from_pretrained(
-                plain, str(model.adapter_path), autocast_adapter_dtype=False
-            )
-            plain = merge_adapter(plain)
+            head = next(name for name, _ in plain.named_children() if name in HEADS)
+            below, _ = reload_adapter(plain, str(model.adapter_path), head=head)
+            plain = merge_adapter(below)
         plain.save_pretrained(base)
     else:
         # the base inside another adapter's folder may go when that goes

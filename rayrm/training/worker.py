@@ -166,6 +166,7 @@ def _start_tracker(
         folder, config.tracking.wandb, config=job.config, run_id=job.run_id, step=progress.step
     )
     for notice in (
+        engine.model.origin if progress.step == 0 else None,
         tracker.notice,
         slow_dtype(config.model.dtype, engine.device),
         unusual_learning_rate(config, total),

@@ -70,7 +70,7 @@ def model_of(classifier: PreTrainedModel, *, lora: bool = False) -> RewardModel:
     head = classifier.get_submodule("score")
     wrapped: nn.Module = classifier
     if lora:
-        _, wrapped = add_adapter(
+        _, wrapped, _ = add_adapter(
             classifier,
             ModelSection(lora=LoraSection(r=4)),
             head="score",
