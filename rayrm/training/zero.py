@@ -5,6 +5,9 @@ from typing import Any, cast
 
 from rayrm.config.schema import ZeroSection
 
+_BUCKET_SIZE = 20_000_000
+"""Gradients that are reduced at once; DeepSpeed's own 500 million take a gigabyte on every rank."""
+
 
 def deepspeed_config(zero: ZeroSection, *, dtype: str, max_grad_norm: float) -> dict[str, Any]:
     """Return DeepSpeed's dict for these sections, ``zero.extra`` laid over it key by key.
@@ -12,7 +15,7 @@ def deepspeed_config(zero: ZeroSection, *, dtype: str, max_grad_norm: float) -> 
     Accumulation stays 1 throughout: the loop says itself which backward ends a step, so that the
     number of micro-batches may change from step to step.
     """
-    optimization: dict[str, Any] = {"stage": zero.stage}
+    optimization: dict[str, Any] = {"stage": zero.stage, "reduce_bucket_size": _BUCKET_SIZE}
     if zero.offload_optimizer:
         optimization["offload_optimizer"] = {"device": zero.offload_optimizer}
     if zero.offload_param:

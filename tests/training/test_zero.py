@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from rayrm.config.schema import ZeroSection
-from rayrm.training.zero import deepspeed_config
+from rayrm.training.zero import deepspeed_config, state_bytes
 
 
 def config_of(dtype: str = "float32", **section: Any) -> dict[str, Any]:
@@ -15,14 +15,19 @@ def test_the_default_is_stage_three_without_offload():
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.7,
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 20_000_000,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
         "steps_per_print": 2**31 - 1,
     }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_settings_of_stage_three_are_left_out_below(stage: int):
-    assert config_of(stage=stage)["zero_optimization"] == {"stage": stage}
+    bucket = {"reduce_bucket_size": 20_000_000}
+    assert config_of(stage=stage)["zero_optimization"] == {"stage": stage, **bucket}
 
 
 def test_bfloat16_weights_add_their_gradients_in_float32():
@@ -48,6 +53,7 @@ def test_extra_settings_are_laid_over_key_by_key():
     config = config_of(extra=extra)
     assert config["zero_optimization"] == {
         "stage": 3,
+        "reduce_bucket_size": 20_000_000,
         "stage3_gather_16bit_weights_on_model_save": 0,
         "overlap_comm": True,
     }
@@ -69,3 +75,21 @@ def test_neither_the_section_nor_another_config_is_changed():
     second = deepspeed_config(section, dtype="float32", max_grad_norm=1.0)
     assert second["zero_optimization"]["stage"] == 3
     assert extra == {"zero_optimization": {"sub_group_size": 5}}
+
+
+def test_each_stage_divides_one_thing_more_among_the_ranks() -> None:
+    told = [
+        state_bytes(10, 10, stage=stage, dtype="bfloat16", world_size=2) for stage in (0, 1, 2, 3)
+    ]
+    assert [(x.parameters, x.gradients, x.optimizer) for x in told] == [
+        (20, 40, 80),
+        (20, 40, 60),
+        (20, 20, 60),
+        (10, 20, 60),
+    ]
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+    told = state_bytes(1000, 10, stage=3, dtype="float32", world_size=4)
+    assert (told.parameters, told.gradients, told.optimizer) == (1000, 10, 30)
+    assert told.total == 1040
