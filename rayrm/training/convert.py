@@ -82,8 +82,9 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
         raise ConfigError(
             f"{source}: is a whole model, there is nothing to merge; leave out --merge"
         )
-    # in float32 a merge loses nothing, and a training's master weights are taken as they are
-    section = origin.model.model_copy(update={"dtype": "float32"})
+    dtype = dtype or origin.model.dtype
+    built_in = "float32" if merge else dtype  # in float32 a merge loses nothing
+    section = origin.model.model_copy(update={"dtype": built_in})
     tokenizer = load_tokenizer(section.model_copy(update={"name_or_path": origin.tokenizer_path}))
     dequantized = section.quantization is not None
     model = build_reward_model(section, tokenizer, seed=0, dequantized=dequantized).eval()
@@ -95,7 +96,6 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
         section = section.model_copy(
             update={"lora": None, "peft": {}, "adapter_path": None, "quantization": None}
         )
-    dtype = dtype or origin.model.dtype
     model.classifier.to(getattr(torch, dtype))
     state: dict[str, Tensor] = {
         name: parameter.detach()
