@@ -18,6 +18,7 @@ FLOORS = {
     "config.schema": 0,
     "config.reference": 0,
     "config.faults": 0,
+    "config.space": 0,
     "config.loader": 0,
     "data.synthetic": 0,
     "data.pairs": 1,

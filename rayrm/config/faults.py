@@ -43,6 +43,8 @@ def _fault(details: ErrorDetails) -> tuple[str, str]:
     expected = type_in_words(node)
     if kind == "value_error":
         text = str(context["error"])
+    elif kind == "missing" and loc == ("search",):
+        text = "missing: a sweep has this section; a single run is trained by python -m rayrm.train"
     elif kind == "missing":
         text = f"missing; expected {expected}"
     elif kind == "invalid_key" or loc[-1:] == ("[key]",):
@@ -73,7 +75,7 @@ def _unknown_key(loc: tuple[str | int, ...]) -> str:
         return "sweeps run with python -m rayrm.tune"
     if is_secret_name(name):
         return f"unknown key; {secret_remedy(path)}"
-    siblings = list(fields_of(_locate(loc[:-1])[1]))
+    siblings = [key for key in fields_of(_locate(loc[:-1])[1]) if (len(loc), key) != (1, "search")]
     if near := get_close_matches(name, siblings, n=1, cutoff=0.75):
         return f"unknown key; did you mean {near[0]}?"
     elsewhere = [field for field, _ in dotted_fields() if field.endswith(f".{name}")]

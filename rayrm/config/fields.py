@@ -60,6 +60,7 @@ def _refuse_secrets(value: JsonValue) -> JsonValue:
 NoBool = BeforeValidator(_refuse_bool)
 WholeAsText = BeforeValidator(_whole_number_as_text)
 
+Number = Annotated[float, NoBool]
 PositiveInt = Annotated[int, Field(ge=1), NoBool]
 PositiveFloat = Annotated[float, Field(gt=0), NoBool]
 NonNegativeFloat = Annotated[float, Field(ge=0), NoBool]

@@ -9,22 +9,24 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import yaml
 from pydantic import ValidationError
 
 from rayrm.config.faults import dotted, faults_of, shown
-from rayrm.config.schema import RunConfig
+from rayrm.config.schema import RunConfig, SweepConfig
 from rayrm.errors import ConfigError
 
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig | None
 Tree = dict[str, Any]
 _ABSENT = object()
 _WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
 
 
 def load_config(
-    source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig | None = None,
+    source: Source = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
     """The configuration that source gives (None: the shipped quickstart), with overrides over it.
@@ -32,6 +34,27 @@ def load_config(
     An override reads 'section.field=value', its value is YAML, and it makes the sections it needs.
     Raises ConfigError with a line for every fault.
     """
+    return _load(RunConfig, source, overrides)
+
+
+def load_sweep(source: Source, overrides: Sequence[str] = ()) -> SweepConfig:
+    """The sweep that source gives, which has a search section; as load_config otherwise."""
+    return _load(SweepConfig, source, overrides)
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The run that config gives, without what it searches, with values at dotted fields.
+
+    Raises ConfigError with a line for every fault.
+    """
+    tree: Any = dump_config(config)
+    tree.pop("search", None)
+    for field, value in values.items():
+        tree = _placed(tree, field.split("."), value)
+    return load_config(tree)
+
+
+def _load(kind: type[AnyConfig], source: Source, overrides: Sequence[str]) -> AnyConfig:
     tree, name = _read(source)
     tree = _merged(dump_config(RunConfig()), tree)
     faults: list[str] = []
@@ -44,7 +67,7 @@ def load_config(
         except ConfigError as error:
             faults.append(str(error))
     try:
-        config = RunConfig.model_validate(tree)
+        config = kind.model_validate(tree)
     except ValidationError as error:
         faults += [_line(path, text, paths) for path, text in faults_of(error).items()]
     else:
@@ -81,9 +104,7 @@ def _line(path: str, text: str, overridden: Sequence[str]) -> str:
     return f"{path}: {text}{' (override)' if by_override else ''}".removeprefix(": ")
 
 
-def _read(
-    source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig | None,
-) -> tuple[Tree, str]:
+def _read(source: Source) -> tuple[Tree, str]:
     """What source says, and what to call it in a message."""
     if isinstance(source, RunConfig):
         return dump_config(source), "the configuration"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from rayrm.config.schema import RunConfig
+from rayrm.config.schema import SweepConfig
 
 Node = dict[str, Any]  # a JSON schema, or a part of one
 
@@ -16,8 +16,8 @@ _PLAIN = {"boolean": "true or false", "integer": "whole number", "number": "numb
 
 @cache
 def root() -> Node:
-    """The JSON schema of RunConfig."""
-    return RunConfig.model_json_schema()
+    """The JSON schema of all sections; search is that of sweeps alone."""
+    return SweepConfig.model_json_schema()
 
 
 def alternatives(node: Node) -> list[Node]:
@@ -60,17 +60,23 @@ def dotted_fields(node: Node | None = None, prefix: str = "") -> Iterator[tuple[
         yield from dotted_fields(field, f"{prefix}{name}.")
 
 
-def describe_fields() -> str:
+def describe_fields(*, of_sweep: bool = False) -> str:
     """The reference: every field with its type, its default and its sentence."""
-    return "\n".join(_entry(path, field) for path, field in dotted_fields())
+    return "\n".join(_entry(path, field) for path, field in _fields(of_sweep))
 
 
-def list_fields() -> str:
+def list_fields(*, of_sweep: bool = False) -> str:
     """Every field with its sentence, for a first look."""
     return "\n".join(
         _wrapped(_sentence(field), f"  {path:34} " if "." in path else f"\n{path:36} ", 37)
-        for path, field in dotted_fields()
+        for path, field in _fields(of_sweep)
     )
+
+
+def _fields(of_sweep: bool) -> Iterator[tuple[str, Node]]:
+    for path, field in dotted_fields():
+        if of_sweep or path.partition(".")[0] != "search":
+            yield path, field
 
 
 def _entry(path: str, field: Node) -> str:

@@ -4,15 +4,23 @@ Names are those of transformers, TRL and peft wherever they have one. A default 
 and nowhere else; a section that is null is a feature that is off.
 """
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 
 from rayrm.config.fields import (
     Arguments,
     Name,
     NoBool,
     NonNegativeFloat,
+    Number,
     PositiveFloat,
     PositiveInt,
     Share,
@@ -438,3 +446,105 @@ class RunConfig(Section):
                 "3, or model.dtype: float32"
             )
         return self
+
+
+class Uniform(Section):
+    """Any number between two, each as likely."""
+
+    type: Literal["uniform"]
+    """uniform"""
+    low: Number
+    """The least value."""
+    high: Number
+    """The greatest value."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "Uniform":
+        return _checked_range(self)
+
+
+class LogUniform(Section):
+    """A number between two, its logarithm each as likely."""
+
+    type: Literal["log_uniform"]
+    """log_uniform"""
+    low: PositiveFloat
+    """The least value."""
+    high: PositiveFloat
+    """The greatest value."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "LogUniform":
+        return _checked_range(self)
+
+
+class RandInt(Section):
+    """A whole number, each as likely."""
+
+    type: Literal["randint"]
+    """randint"""
+    low: Annotated[int, NoBool]
+    """The least value."""
+    high: Annotated[int, NoBool]
+    """The first value that is too high."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "RandInt":
+        return _checked_range(self)
+
+
+class Choice(Section):
+    """One of several values, each as likely."""
+
+    type: Literal["choice"]
+    """choice"""
+    values: Annotated[tuple[JsonValue, ...], Field(min_length=1)]
+    """What to choose from."""
+
+
+class Grid(Section):
+    """Every one of several values, with every one of the other grids."""
+
+    type: Literal["grid"]
+    """grid"""
+    values: Annotated[tuple[JsonValue, ...], Field(min_length=1)]
+    """What to go through."""
+
+
+AnyRange = TypeVar("AnyRange", Uniform, LogUniform, RandInt)
+
+
+def _checked_range(distribution: AnyRange) -> AnyRange:
+    if distribution.low >= distribution.high:
+        raise ValueError(f"low is {distribution.low:g}, not below high, {distribution.high:g}")
+    return distribution
+
+
+Distribution = Annotated[
+    Uniform | LogUniform | RandInt | Choice | Grid, Field(discriminator="type")
+]
+
+
+class SearchSection(Section):
+    """What a sweep tries, and how it judges."""
+
+    space: Annotated[dict[str, Distribution], Field(min_length=1)] = {
+        "train.learning_rate": LogUniform(type="log_uniform", low=1e-6, high=1e-3),
+        "loss.center_rewards_coefficient": Choice(type="choice", values=(0.0, 1e-3, 1e-2, 1e-1)),
+        "model.lora.r": Choice(type="choice", values=(4, 8, 16, 32, 64)),
+    }
+    """Dotted field to distribution: {type: uniform, log_uniform or randint, low, high}, or {type:
+    choice or grid, values}."""
+    num_samples: PositiveInt = 8
+    """Configurations to try; those of grids are among them."""
+    metric: Name = "eval_accuracy"
+    """Evaluation metric that decides."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more of the metric is better, or less."""
+
+
+class SweepConfig(RunConfig):
+    """A run, and what of it is searched."""
+
+    search: SearchSection
+    """What a sweep tries, and how it judges."""

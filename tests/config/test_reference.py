@@ -2,11 +2,16 @@ from rayrm.config.reference import describe_fields, dotted_fields, list_fields, 
 
 
 def test_every_field_has_a_sentence():
-    listed = [line.split() for line in list_fields().splitlines()]
+    listed = [line.split() for line in list_fields(of_sweep=True).splitlines()]
     for path, _ in dotted_fields():
         sentences = [words[1:] for words in listed if words and words[0] == path]
         assert sentences
         assert all(sentences), path
+
+
+def test_the_fields_of_a_run_leave_out_the_search():
+    assert "search." not in list_fields() + describe_fields()
+    assert "search.space" in describe_fields(of_sweep=True)
 
 
 def test_the_reference_names_type_default_and_sentence():
