@@ -77,7 +77,7 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer(
     num_ranks: int, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Numbers that are not finite: what a whole run does, and what it says."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def test_a_step_with_a_bad_number_is_left_out_and_its_rows_are_told(
     assert lines[2]["loss"] != lines[6]["loss"]  # what lies between was trained
     result = json.loads((run_dir / "result.json").read_text())
     assert result["skipped_steps"] == 2
+    told_of_rewards = json.loads((run_dir / "model" / "config.json").read_text())
+    assert isfinite(told_of_rewards["reward_mean"])
+    assert told_of_rewards["reward_std"] > 0
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
     _, history = read_wandb_file(file)
     assert [row["skipped_steps"] for row in history if "loss" in row][-1] == 2

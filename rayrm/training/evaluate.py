@@ -43,10 +43,11 @@ def evaluate(engine: Engine, shard: Shard, loss: LossSection, *, prefix: str) ->
     return Evaluation(metrics, _in_row_order(engine, row_ids, rewards))
 
 
-def reward_moments(engine: Engine, shares: Iterable[StepShare]) -> tuple[float, float]:
-    """Return mean and standard deviation of the rewards of both sides; collective.
+def reward_moments(engine: Engine, shares: Iterable[StepShare]) -> tuple[float, float] | None:
+    """Return mean and standard deviation of the finite rewards of both sides; collective.
 
-    ``shares`` are this rank's parts of steps, those of the same steps on every rank.
+    ``shares`` are this rank's parts of steps, those of the same steps on every rank. Null where no
+    reward is finite.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     with engine.evaluating():
@@ -54,8 +55,11 @@ def reward_moments(engine: Engine, shares: Iterable[StepShare]) -> tuple[float, 
             for positions in share.micro_batches:
                 batch = engine.pack([share.pairs[i] for i in positions])
                 rewards = torch.stack(engine.score(batch)).double()
+                rewards = rewards[torch.isfinite(rewards)]
                 sums += torch.stack([(rewards**power).sum() for power in (0, 1, 2)])
     count, total, squares = engine.reduce_sum(sums).tolist()
+    if not count:
+        return None
     mean = total / count
     return mean, sqrt(max(squares / count - mean**2, 0.0))
 

@@ -246,9 +246,12 @@ def prove_export(
             texts = [proof.texts[i] for i in batch]
             rewards = _score(reloaded, texts, pad_token_id=pad_token_id, padding_side=side)
             expected = proof.rewards[list(batch)]
-            difference = (rewards - expected).abs()
-            largest = max(largest, difference.max().item())
-            if not (difference <= tolerance * (1 + expected.abs())).all():
+            # a broken weight beside an adapter is none of its doing: a text may have no reward
+            is_close = torch.isclose(
+                rewards, expected, rtol=tolerance, atol=tolerance, equal_nan=True
+            )
+            largest = max(largest, (rewards - expected).abs().nan_to_num(0.0).max().item())
+            if not is_close.all():
                 raise CheckpointError(
                     f"export: the saved model scores {rewards.tolist()}, the trained one "
                     f"{expected.tolist()} ({side}-padded); {folder} is not to be trusted"
