@@ -10,12 +10,27 @@ from rayrm.errors import CheckpointError, ConfigError, DataError, RayrmError
 
 if TYPE_CHECKING:
     from rayrm.launch import FitResult, fit
+    from rayrm.search import SweepResult, sweep
 
 __version__ = "0.1.0"
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "FitResult", "RayrmError", "fit"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "FitResult",
+    "RayrmError",
+    "SweepResult",
+    "fit",
+    "sweep",
+]
 
-_HOMES = {"FitResult": "rayrm.launch", "fit": "rayrm.launch"}
+_HOMES = {
+    "FitResult": "rayrm.launch",
+    "SweepResult": "rayrm.search",
+    "fit": "rayrm.launch",
+    "sweep": "rayrm.search",
+}
 
 
 def __getattr__(name: str) -> Any:

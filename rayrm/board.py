@@ -32,6 +32,7 @@ class Board:
         self._step = 0
         self._num_steps = 0
         self._line: dict[str, Any] = {}
+        self._evaluations: list[dict[str, Any]] = []
         self._failure: RayrmError | None = None
         self._stop_asked = False
         self._arrived: Counter[str] = Counter()
@@ -73,6 +74,12 @@ class Board:
         """Take a line of metrics."""
         self._step = line["step"]
         self._line = self._line | line
+        if any(name.startswith("eval_") for name in line):
+            self._evaluations.append(line)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the lines of all evaluations, those that a restart repeated among them."""
+        return self._evaluations
 
     def read(self) -> tuple[list[str], int, int, dict[str, Any]]:
         """Return the notes not read yet, the step, the number of steps and the latest metrics."""

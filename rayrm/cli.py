@@ -31,14 +31,18 @@ class ConfigRequest(NamedTuple):
 
 
 def parse_config_request(
-    command: str, purpose: str, arguments: Sequence[str] | None = None
+    command: str,
+    purpose: str,
+    arguments: Sequence[str] | None = None,
+    *,
+    of_sweep: bool = False,
 ) -> ConfigRequest:
     """Read '[CONFIG.yaml] [section.field=value ...]', or answer --help, --fields or --version."""
     parser = ArgumentParser(
         prog=f"python -m rayrm.{command}",
         usage="%(prog)s [CONFIG.yaml] [section.field=value ...]",
         description=purpose,
-        epilog=f"{EXIT_STATUSES}\n{list_fields()}",
+        epilog=f"{EXIT_STATUSES}\n{list_fields(of_sweep=of_sweep)}",
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -55,7 +59,7 @@ def parse_config_request(
     given = parser.parse_args(arguments)
     if given.fields:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head is no error
-        print(describe_fields())
+        print(describe_fields(of_sweep=of_sweep))
         parser.exit()
     words: list[str] = given.words
     has_path = bool(words) and "=" not in words[0]

@@ -78,7 +78,17 @@ def fit(
         RayrmError: training failed for another reason that the message names.
     """
     settled = with_absolute_paths(load_config(config, overrides))
-    handed = dict(datasets or {})
+    return fit_settled(settled, datasets or {})
+
+
+def fit_settled(
+    settled: RunConfig,
+    datasets: Mapping[str, Any],
+    *,
+    on_board: Callable[[Any], None] = lambda board: None,
+) -> FitResult:
+    """Train as ``fit`` does; ``on_board`` gets the actor that knows how far the run has come."""
+    handed = dict(datasets)
     check_before_start(settled, handed)
     folder = RunFolder(f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}")
     if (finished := _finished(folder, settled)) is not None:
@@ -87,10 +97,15 @@ def fit(
     with folder.held():
         logger.info("starting Ray")
         with ray_running(settled.scaling):
-            return _fit(settled, handed, folder)
+            return _fit(settled, handed, folder, on_board)
 
 
-def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> FitResult:
+def _fit(
+    config: RunConfig,
+    handed: Mapping[str, Any],
+    folder: RunFolder,
+    on_board: Callable[[Any], None],
+) -> FitResult:
     resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
     wait_for_data_task(resources, seconds=60 * config.scaling.timeout_minutes)
     try:
@@ -115,6 +130,7 @@ def _fit(config: RunConfig, handed: Mapping[str, Any], folder: RunFolder) -> Fit
     if num_steps < 0:
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
     board = start_board(config.train.save_minutes)
+    on_board(board)
     feeds = {
         name: Feed.start(
             stream, replace(plans[name], marks=tuple(reports[name].marks)), order=OrderOf(board)

@@ -1,7 +1,7 @@
 """What can be found wrong, and made plain, before Ray starts."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,12 +57,33 @@ def _faults_of_evaluation(config: RunConfig, datasets: dict[str, Any]) -> Iterat
     for field in ("eval_steps", "metric_for_best_model"):
         if getattr(config.train, field) is not None and not eval_sets:
             yield f"train.{field}: has no effect without data.eval; set it to null"
-    metric, known = config.train.metric_for_best_model, _metric_names(list(eval_sets))
-    if eval_sets and metric is not None and metric not in known:
-        yield (
-            f"train.metric_for_best_model: evaluation gives no {metric!r}; it gives "
-            + ", ".join(known)
+    metric = config.train.metric_for_best_model
+    if eval_sets and metric is not None:
+        yield from _fault_of(
+            partial(
+                check_metric,
+                metric,
+                field="train.metric_for_best_model",
+                config=config,
+                datasets=datasets,
+            )
         )
+
+
+def check_metric(
+    metric: str, *, field: str, config: RunConfig, datasets: Mapping[str, Any]
+) -> None:
+    """Refuse a metric that the evaluation sets will not give.
+
+    Raises:
+        ConfigError: there is no such metric, or no evaluation set.
+    """
+    eval_sets = eval_names(config, datasets)
+    if not eval_sets:
+        raise ConfigError(f"{field}: there is no {metric} without data.eval")
+    known = _metric_names(list(eval_sets))
+    if metric not in known:
+        raise ConfigError(f"{field}: evaluation gives no {metric!r}; it gives {', '.join(known)}")
 
 
 def _faults_of_tracking(config: RunConfig) -> Iterator[str]:

@@ -67,10 +67,13 @@ FLOORS = {
     "cluster": 4,
     "preflight": 4,
     "launch": 5,
-    "cli": 7,
-    "train": 7,
-    "export": 7,
-    ROOT: 7,
+    "trial": 6,
+    "search": 7,
+    "cli": 8,
+    "train": 8,
+    "tune": 8,
+    "export": 8,
+    ROOT: 8,
 }
 
 FRAMEWORKS = {
@@ -83,6 +86,8 @@ FRAMEWORKS = {
         "board",
         "cluster",
         "launch",
+        "trial",
+        "search",
     },
     "deepspeed": {"training.engine", "training.state"},
     "accelerate": {"training.engine"},

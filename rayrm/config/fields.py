@@ -67,6 +67,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0), NoBool]
 Share = Annotated[float, Field(ge=0, le=1), NoBool]
 Text = Annotated[str, WholeAsText]
 Name = Annotated[str, Field(min_length=1), WholeAsText]
+Argument = Annotated[JsonValue, AfterValidator(_exponents_as_numbers)]
 Arguments = Annotated[
     dict[str, JsonValue], AfterValidator(_exponents_as_numbers), AfterValidator(_refuse_secrets)
 ]

@@ -11,11 +11,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    JsonValue,
     model_validator,
 )
 
 from rayrm.config.fields import (
+    Argument,
     Arguments,
     Name,
     NoBool,
@@ -493,12 +493,15 @@ class RandInt(Section):
         return _checked_range(self)
 
 
+AnyValues = Annotated[tuple[Argument, ...], Field(min_length=1)]
+
+
 class Choice(Section):
     """One of several values, each as likely."""
 
     type: Literal["choice"]
     """choice"""
-    values: Annotated[tuple[JsonValue, ...], Field(min_length=1)]
+    values: AnyValues
     """What to choose from."""
 
 
@@ -507,7 +510,7 @@ class Grid(Section):
 
     type: Literal["grid"]
     """grid"""
-    values: Annotated[tuple[JsonValue, ...], Field(min_length=1)]
+    values: AnyValues
     """What to go through."""
 
 
@@ -541,6 +544,14 @@ class SearchSection(Section):
     """Evaluation metric that decides."""
     mode: Literal["max", "min"] = "max"
     """Whether more of the metric is better, or less."""
+    scheduler: Literal["none", "asha"] = "asha"
+    """asha stops the worse trials on their way (three of four at each rung); none trains all."""
+    repeats: PositiveInt = 1
+    """Train each configuration with so many seeds, and judge it by their mean."""
+    max_concurrent: PositiveInt | None = None
+    """Trials at a time; null takes as many as the cluster has room for."""
+    time_budget: PositiveFloat | None = None
+    """Minutes after which no more is trained; null trains all."""
 
 
 class SweepConfig(RunConfig):

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrm.config.loader import differing_fields, dump_config, load_config
+from rayrm.config.loader import differing_fields, dump_config, load_config, load_sweep
 from rayrm.config.reference import dotted_fields
 from rayrm.config.schema import LoraSection, RunConfig, Source
+from rayrm.config.space import check_space
 from rayrm.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -33,7 +34,10 @@ def yaml_file(tmp_path: Path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_config_loads(path: Path):
-    assert load_config(path) != RunConfig()
+    if path.name == "sweep.yaml":
+        check_space(load_sweep(path))
+    else:
+        assert load_config(path) != RunConfig()
 
 
 def test_no_source_means_the_shipped_quickstart():

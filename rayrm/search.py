@@ -1,0 +1,350 @@
+"""``sweep``: trials of ``fit`` on Ray Tune, and what they answer."""
+
+import csv
+import json
+import logging
+import math
+import os
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import yaml
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+
+from rayrm.cluster import ray_running
+from rayrm.config.loader import Source, differing_fields, dump_config, load_sweep, with_values
+from rayrm.config.schema import SearchSection, SweepConfig, WorkerRange
+from rayrm.config.space import check_space, draw_trials, trial_config
+from rayrm.errors import ConfigError, RayrmError
+from rayrm.preflight import check_before_start, check_metric, with_absolute_paths
+from rayrm.training.job import MODEL
+from rayrm.training.storage import RunFolder
+from rayrm.trial import TRIALS, SweepJob, Trial, trial_name
+
+if TYPE_CHECKING:
+    import pandas
+
+logger = logging.getLogger(__name__)
+
+_TUNE = "tune"
+_RESULT = "sweep.json"
+_TABLE = "trials.csv"
+_BEST = "best.yaml"
+_MAY_CHANGE = ("run.resume", "scaling.", "search.max_concurrent")
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a finished sweep leaves in the caller's hands."""
+
+    best_config: dict[str, Any]
+    """Configuration of the best trial, as ``fit`` takes it."""
+    best_model_dir: str
+    trials: "pandas.DataFrame"
+    """A row a trial: values, status, metric, steps, folder."""
+    sweep_dir: str
+
+
+def sweep(
+    config: Source,
+    overrides: Sequence[str] = (),
+    *,
+    datasets: Mapping[str, Any] | None = None,
+) -> SweepResult:
+    """Train many configurations, and return the best of them and where its model is.
+
+    Args:
+        config: a YAML file, a mapping or a ``SweepConfig``; it has a ``search`` section.
+        overrides: ``section.field=value``, laid over it.
+        datasets: as in ``rayrm.fit``.
+
+    Raises:
+        ConfigError: the configuration is wrong; nothing was started.
+        RayrmError: no trial was finished.
+    """
+    settled = load_sweep(config, overrides)
+    settled = _with_absolute_paths(settled)
+    handed = dict(datasets or {})
+    check_space(settled)
+    check_metric(settled.search.metric, field="search.metric", config=settled, datasets=handed)
+    if settled.search.scheduler == "asha" and settled.train.eval_steps is None:
+        raise ConfigError(
+            "search.scheduler: asha compares trials while they train: set train.eval_steps, or "
+            "take scheduler: none"
+        )
+    draws = draw_trials(settled.search, seed=settled.run.seed)
+    check_before_start(trial_config(settled, draws[0]), handed)
+    folder = f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}"
+    if "://" in folder:
+        raise ConfigError("run.output_dir: a sweep needs a path that all of its nodes share")
+    store = RunFolder(folder)
+    if store.exists(_RESULT) and store.exists("config.json"):
+        _check_unchanged(store, settled)
+        logger.warning("%s is finished already; nothing to do", folder)
+        return _read(folder)
+    store.create()
+    with store.held():
+        _check_unchanged(store, settled)
+        store.write_json("config.json", settled.model_dump(mode="json"))
+        with ray_running(settled.scaling):
+            job = SweepJob(_settled_resources(settled), folder, tuple(draws), handed)
+            results = _tuner(job).fit()
+        job = replace(job, config=settled)
+        return _answer(job, {name: str(error) for name, error in _errors(results)})
+
+
+def _with_absolute_paths(config: SweepConfig) -> SweepConfig:
+    plain = with_absolute_paths(with_values(config, {}))
+    return SweepConfig.model_validate(
+        {**dump_config(plain), "search": config.search.model_dump(mode="json")}
+    )
+
+
+def _check_unchanged(store: RunFolder, config: SweepConfig) -> None:
+    before = store.read_json("config.json")
+    if before is None:
+        return
+    changed = differing_fields(load_sweep(before), config)
+    if told := ", ".join(field for field in changed if not field.startswith(_MAY_CHANGE)):
+        raise ConfigError(
+            f"run.name: the sweep at {store.url} was started with another configuration ({told}); "
+            "give another run.name, or go back to those settings"
+        )
+
+
+def _settled_resources(config: SweepConfig) -> SweepConfig:
+    """Share the cluster out among the trials that run at a time.
+
+    Raises:
+        ConfigError: so many trials cannot run at a time.
+    """
+    cluster = ray.cluster_resources()
+    total = cluster.get("CPU", 0.0)
+    asked = config.scaling.num_workers
+    workers = asked.max if isinstance(asked, WorkerRange) else asked
+    given = config.scaling.resources_per_worker
+    cpus = (given or {}).get("CPU", min(1.0, total / 2))
+    fitting = int((total - min(1.0, total / 2)) // (workers * cpus)) if cpus else 1
+    if gpus := (given or {}).get("GPU", 1.0 if config.scaling.use_gpu is True else 0.0):
+        fitting = min(fitting, int(cluster.get("GPU", 0.0) // (workers * gpus)))
+    concurrent = config.search.max_concurrent or max(fitting, 1)
+    if given is not None and concurrent > fitting:
+        raise ConfigError(
+            f"search.max_concurrent: {concurrent} trials x {workers} workers x {given} and 1 CPU "
+            f"for data tasks are more than the cluster has ({total:g} CPU, "
+            f"{cluster.get('GPU', 0):g} GPU)"
+        )
+    values: dict[str, Any] = {}
+    if given is None and concurrent > 1:
+        share = max(int(50 * total / (concurrent * workers)) / 100, 0.01)
+        values["scaling.resources_per_worker"] = {"CPU": min(share, 1.0)} | (
+            {"GPU": 1.0} if gpus else {}
+        )
+    search = config.search.model_copy(update={"max_concurrent": concurrent})
+    plain = with_values(config, values)
+    return SweepConfig.model_validate(
+        {**dump_config(plain), "search": search.model_dump(mode="json")}
+    )
+
+
+def _tuner(job: SweepJob) -> tune.Tuner:
+    """Return a new tuner, or one that goes on where a killed sweep stopped."""
+    trainable = tune.with_resources(tune.with_parameters(Trial, job=job), {"CPU": 0.01})
+    place = f"{job.folder}/{_TUNE}"
+    if tune.Tuner.can_restore(place):
+        logger.info("going on with the sweep at %s", job.folder)
+        return tune.Tuner.restore(place, trainable=trainable, resume_unfinished=True)
+    search = job.config.search
+    return tune.Tuner(
+        trainable,
+        param_space={
+            "number": tune.grid_search(list(range(len(job.draws)))),
+            "repeat": tune.grid_search(list(range(search.repeats))),
+        },
+        tune_config=tune.TuneConfig(
+            metric=search.metric,
+            mode=search.mode,
+            scheduler=_scheduler(job.config),
+            max_concurrent_trials=search.max_concurrent,
+            time_budget_s=None if search.time_budget is None else 60 * search.time_budget,
+            trial_name_creator=_name_of,
+            trial_dirname_creator=_name_of,
+        ),
+        run_config=tune.RunConfig(
+            name=_TUNE,
+            storage_path=job.folder,
+            verbose=0,
+            callbacks=[_Told(search)],
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+        ),
+    )
+
+
+def _name_of(trial: Any) -> str:
+    return trial_name(trial.config["number"], trial.config["repeat"])
+
+
+def _scheduler(config: SweepConfig) -> TrialScheduler:
+    if config.search.scheduler == "none":
+        return FIFOScheduler()
+    return ASHAScheduler(time_attr="step", grace_period=config.train.eval_steps or 1, max_t=10**9)
+
+
+class _Told(tune.Callback):
+    """Tells of each trial's evaluations and end."""
+
+    def __init__(self, search: SearchSection) -> None:
+        self._metric = search.metric
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """A trial starts."""
+        logger.info("trial %s starts (of %d so far)", trial, len(trials))
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
+    ) -> None:
+        """A trial was evaluated."""
+        value = result.get(self._metric, math.nan)
+        logger.info("trial %s step %s  %s %.4g", trial, result.get("step"), self._metric, value)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """A trial failed."""
+        logger.warning("trial %s failed; the sweep goes on", trial)
+
+
+def _errors(results: Any) -> list[tuple[str, Exception]]:
+    told = [(result.config, result.error) for result in results if result.error is not None]
+    return [(trial_name(c["number"], c["repeat"]), error) for c, error in told]
+
+
+def _answer(job: SweepJob, errors: Mapping[str, str]) -> SweepResult:
+    """Write the table, the best configuration and its model.
+
+    Raises:
+        RayrmError: no trial was finished.
+    """
+    search, folder = job.config.search, Path(job.folder)
+    rows = [
+        _row(job, number, repeat, errors)
+        for number in range(len(job.draws))
+        for repeat in range(search.repeats)
+    ]
+    _write_table(folder / _TABLE, rows)
+    finished = [row for row in rows if row["status"] == "finished"]
+    if not finished:
+        first = next(iter(errors.values()), "none was started").strip().split("\n")[-1]
+        raise RayrmError(f"search: no trial was finished; see {folder / _TABLE} ({first})")
+    judged = judge(finished, search)
+    best = judged[0]
+    of_best = [row for row in finished if row["number"] == best["number"]]
+    chosen = min(of_best, key=lambda row: -row[search.metric] * _sign(search))
+    model_dir = _copy_model(folder, chosen["trial"])
+    run = trial_config(job.config, job.draws[best["number"]])
+    named = {"run.name": "best", "run.seed": run.run.seed + chosen["repeat"]}
+    best_config = dump_config(with_values(run, named))
+    (folder / _BEST).write_text(yaml.safe_dump(best_config, sort_keys=False), encoding="utf-8")
+    RunFolder(job.folder).write_json(
+        _RESULT,
+        {
+            "metric": search.metric,
+            "mode": search.mode,
+            "best": {**best, "trial": chosen["trial"]},
+            "best_model_dir": model_dir,
+            "configurations": judged,
+            "trials": rows,
+        },
+    )
+    return _read(job.folder)
+
+
+def _row(job: SweepJob, number: int, repeat: int, errors: Mapping[str, str]) -> dict[str, Any]:
+    """Tell of one trial what its run's folder has."""
+    name = trial_name(number, repeat)
+    run = RunFolder(f"{job.folder}/{TRIALS}/{name}")
+    result = run.read_json("result.json")
+    lines = [json.loads(line) for line in run.read_lines("metrics.jsonl")]
+    metrics: dict[str, Any] = {}
+    for line in lines:
+        metrics |= line
+    if result is not None:
+        metrics |= result["metrics"]
+    status = "finished" if result is not None else "failed" if name in errors else "stopped"
+    if status == "stopped" and not lines:
+        status = "not started"
+    return {
+        "trial": name,
+        "number": number,
+        "repeat": repeat,
+        "status": status,
+        **job.draws[number],
+        job.config.search.metric: metrics.get(job.config.search.metric),
+        "step": metrics.get("step"),
+        "seconds": None if result is None else result["seconds_in_steps"],
+        "run_dir": run.url,
+        "error": errors.get(name, "").strip().split("\n")[-1] or None,
+    }
+
+
+def judge(rows: Sequence[dict[str, Any]], search: SearchSection) -> list[dict[str, Any]]:
+    """Return each configuration with the mean of its metric and its standard error, best first.
+
+    A configuration of which fewer repeats were finished comes after those of which more were.
+    """
+    judged: list[dict[str, Any]] = []
+    for number in dict.fromkeys(row["number"] for row in rows):
+        values = [row[search.metric] for row in rows if row["number"] == number]
+        values = [value for value in values if value is not None and math.isfinite(value)]
+        if not values:
+            continue
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        judged.append(
+            {
+                "number": number,
+                search.metric: statistics.fmean(values),
+                "standard_error": error,
+                "repeats": len(values),
+            }
+        )
+    if not judged:
+        raise RayrmError(f"search.metric: {search.metric} is no number in any finished trial")
+    return sorted(judged, key=lambda one: (-one["repeats"], -one[search.metric] * _sign(search)))
+
+
+def _sign(search: SearchSection) -> int:
+    return 1 if search.mode == "max" else -1
+
+
+def _copy_model(folder: Path, trial: str) -> str:
+    """Copy a trial's model to the sweep's folder; an adapter names the copy of its base."""
+    source = folder / TRIALS / trial / MODEL
+    with RunFolder(str(folder)).building(MODEL) as place:
+        shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
+        adapter = Path(place, "adapter_config.json")
+        if adapter.is_file():
+            text = adapter.read_text(encoding="utf-8")
+            adapter.write_text(text.replace(str(source), str(folder / MODEL)), encoding="utf-8")
+    return str(folder / MODEL)
+
+
+def _write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    part = path.with_suffix(".part")
+    with open(part, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(part, path)
+
+
+def _read(folder: str) -> SweepResult:
+    import pandas
+
+    answer = json.loads(Path(folder, _RESULT).read_text(encoding="utf-8"))
+    best = yaml.safe_load(Path(folder, _BEST).read_text(encoding="utf-8"))
+    trials = pandas.read_csv(Path(folder, _TABLE))
+    return SweepResult(best, answer["best_model_dir"], trials, folder)

@@ -1,0 +1,124 @@
+"""A sweep: trials that are runs, stopped ones and failed ones told, the best ready to use."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrm.config.loader import load_config, load_sweep
+from rayrm.config.schema import SearchSection
+from rayrm.errors import ConfigError
+from rayrm.search import judge, sweep
+from tests.runs import rows_file, text_rows
+
+
+def sweep_config(base_model: Path, folder: Path, **search: Any) -> dict[str, Any]:
+    rows = rows_file(folder / "rows.jsonl")
+    held_out = rows_file(folder / "held_out.jsonl", text_rows(6))
+    return {
+        "run": {"name": "sweep", "output_dir": str(folder)},
+        "model": {"name_or_path": str(base_model), "dtype": "float32", "lora": {"r": 4}},
+        "data": {"train": str(rows), "eval": str(held_out), "max_length": 256},
+        "train": {"batch_size": 4, "max_steps": 6, "eval_steps": 2, "logging_steps": 2},
+        "tracking": {"wandb": None},
+        "search": {
+            "num_samples": 3,
+            "metric": "eval_loss",
+            "mode": "min",
+            "space": {
+                "train.learning_rate": {"type": "log_uniform", "low": 1e-4, "high": 1e-2},
+                "model.lora.r": {"type": "choice", "values": [2, 4]},
+            },
+            **search,
+        },
+    }
+
+
+def rows_of(*values: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"number": number, "eval_accuracy": value} for number, value in values]
+
+
+def test_repeats_are_judged_by_their_mean_with_its_standard_error() -> None:
+    search = SearchSection(metric="eval_accuracy", repeats=2)
+    best, other = judge(rows_of((0, 0.9), (0, 0.5), (1, 0.8), (1, 0.76)), search)
+    assert (best["number"], other["number"]) == (1, 0)
+    assert best["eval_accuracy"] == pytest.approx(0.78)
+    assert best["standard_error"] == pytest.approx(0.02)
+
+
+def test_a_metric_that_is_no_number_never_wins() -> None:
+    search = SearchSection(metric="eval_accuracy")
+    judged = judge(rows_of((0, float("nan")), (1, 0.4)), search)
+    assert [one["number"] for one in judged] == [1]
+
+
+def test_less_is_better_where_the_mode_says_so() -> None:
+    search = SearchSection(metric="eval_accuracy", mode="min")
+    assert judge(rows_of((0, 0.9), (1, 0.4)), search)[0]["number"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("search.metric=eval_nothing", "search.metric: evaluation gives no 'eval_nothing'"),
+        ("data.eval=null", "search.metric: there is no eval_loss without data.eval"),
+        ("train.eval_steps=null", "search.scheduler: asha compares trials while they train"),
+    ],
+)
+def test_a_sweep_that_cannot_decide_is_refused_before_the_start(
+    change: str, told: str, base_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        sweep(sweep_config(base_model, tmp_path), [change])
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.deepspeed
+@pytest.mark.timeout(600)
+def test_a_sweep_leaves_a_table_the_best_model_and_a_configuration_that_trains_it(
+    base_model: Path, tmp_path: Path
+) -> None:
+    import yaml
+
+    config = sweep_config(base_model, tmp_path)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "rayrm.tune", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "failed" not in done.stdout
+    folder = tmp_path / "sweep"
+    answer = json.loads((folder / "sweep.json").read_text())
+    assert [row["trial"] for row in answer["trials"]] == ["000-0", "001-0", "002-0"]
+    assert {row["status"] for row in answer["trials"]} <= {"finished", "stopped"}
+    finished = [row for row in answer["trials"] if row["status"] == "finished"]
+    best = min(finished, key=lambda row: row["eval_loss"])
+    assert answer["best"]["trial"] == best["trial"]
+    assert (folder / "model" / "adapter_config.json").is_file()
+    assert str(folder / "trials") not in (folder / "model" / "adapter_config.json").read_text()
+    lora = load_config(folder / "best.yaml").model.lora
+    assert lora is not None
+    assert lora.r == best["model.lora.r"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "is finished already" in again.stderr
+    command = [sys.executable, "-m", "rayrm.train", str(folder / "best.yaml")]
+    trained = subprocess.run(
+        [*command, f"run.output_dir={tmp_path}"], capture_output=True, text=True, check=False
+    )
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    result = json.loads((tmp_path / "best" / "result.json").read_text())
+    assert result["metrics"]["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-6)
+
+
+def test_a_shipped_sweep_searches_rate_centering_and_rank() -> None:
+    config = load_sweep(Path(__file__).parents[1] / "configs" / "sweep.yaml")
+    assert list(config.search.space) == [
+        "train.learning_rate",
+        "loss.center_rewards_coefficient",
+        "model.lora.r",
+    ]
