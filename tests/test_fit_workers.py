@@ -17,7 +17,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.deepspeed]
 @pytest.mark.parametrize(
     ("make_model", "reason"),
     [
-        pytest.param(tiny_bert_folder, "BertForSequenceClassification attends in both", id="bert"),
+        pytest.param(
+            tiny_bert_folder,
+            "BertForSequenceClassification attends in both",
+            id="bert",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             tiny_jamba_folder,
             "JambaForSequenceClassification carries a",

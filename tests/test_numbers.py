@@ -80,6 +80,7 @@ def test_trained_weights_that_are_not_finite_are_named_at_the_start(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow  # test_loop has the rule without a run
 def test_three_updates_in_a_row_that_are_not_finite_end_the_run(
     ray_session: None, tmp_path: Path
 ) -> None:
