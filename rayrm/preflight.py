@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from rayrm.config.schema import RunConfig
+from rayrm.config.loader import AnyConfig
+from rayrm.config.schema import RunConfig, SweepConfig
+from rayrm.config.space import check_space
 from rayrm.data.columns import COLUMNS
 from rayrm.data.intake import eval_names
 from rayrm.data.sources import list_files
@@ -31,6 +33,30 @@ def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
     ]
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def check_search(config: SweepConfig, datasets: Mapping[str, Any]) -> None:
+    """Find what is wrong with what a sweep tries and how it judges, and tell it all at once.
+
+    Raises:
+        ConfigError: a line a fault.
+    """
+    faults = [*_fault_of(partial(check_space, config)), *_faults_of_search(config, datasets)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _faults_of_search(config: SweepConfig, datasets: Mapping[str, Any]) -> Iterator[str]:
+    metric, eval_sets = config.search.metric, eval_names(config, datasets)
+    if not eval_sets:
+        yield f"search.metric: there is no {metric} without data.eval"
+    else:
+        yield from _faults_of_metric("search.metric", metric, list(eval_sets))
+    if config.search.scheduler == "asha" and config.train.eval_steps is None:
+        yield (
+            "search.scheduler: asha compares trials while they train: set train.eval_steps, or "
+            "take scheduler: none"
+        )
 
 
 def _faults_of_data(config: RunConfig, datasets: dict[str, Any]) -> Iterator[str]:
@@ -59,31 +85,13 @@ def _faults_of_evaluation(config: RunConfig, datasets: dict[str, Any]) -> Iterat
             yield f"train.{field}: has no effect without data.eval; set it to null"
     metric = config.train.metric_for_best_model
     if eval_sets and metric is not None:
-        yield from _fault_of(
-            partial(
-                check_metric,
-                metric,
-                field="train.metric_for_best_model",
-                config=config,
-                datasets=datasets,
-            )
-        )
+        yield from _faults_of_metric("train.metric_for_best_model", metric, list(eval_sets))
 
 
-def check_metric(
-    metric: str, *, field: str, config: RunConfig, datasets: Mapping[str, Any]
-) -> None:
-    """Refuse a metric that the evaluation sets will not give.
-
-    Raises:
-        ConfigError: there is no such metric, or no evaluation set.
-    """
-    eval_sets = eval_names(config, datasets)
-    if not eval_sets:
-        raise ConfigError(f"{field}: there is no {metric} without data.eval")
-    known = _metric_names(list(eval_sets))
+def _faults_of_metric(field: str, metric: str, eval_sets: list[str]) -> Iterator[str]:
+    known = _metric_names(eval_sets)
     if metric not in known:
-        raise ConfigError(f"{field}: evaluation gives no {metric!r}; it gives {', '.join(known)}")
+        yield f"{field}: evaluation gives no {metric!r}; it gives {', '.join(known)}"
 
 
 def _faults_of_tracking(config: RunConfig) -> Iterator[str]:
@@ -113,7 +121,7 @@ def _metric_names(sets: list[str]) -> list[str]:
     return names if "eval" in sets else ["eval_loss", "eval_accuracy", *names]
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: AnyConfig) -> AnyConfig:
     """Return the configuration with local paths made absolute: workers have another cwd."""
     plain = config.model_dump(mode="json")
     plain["run"]["output_dir"] = _absolute(plain["run"]["output_dir"])
@@ -126,7 +134,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             model[field] = _absolute(model[field])
     for source in (*plain["data"]["train"], *plain["data"]["eval"].values()):
         source["path"] = _absolute(source["path"])
-    return RunConfig.model_validate(plain)
+    return type(config).model_validate(plain)
 
 
 def _absolute(path: str) -> str:

@@ -20,9 +20,9 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from rayrm.cluster import ray_running
 from rayrm.config.loader import Source, differing_fields, dump_config, load_sweep, with_values
 from rayrm.config.schema import SearchSection, SweepConfig, WorkerRange
-from rayrm.config.space import check_space, draw_trials, trial_config
+from rayrm.config.space import draw_trials, trial_config
 from rayrm.errors import ConfigError, RayrmError
-from rayrm.preflight import check_before_start, check_metric, with_absolute_paths
+from rayrm.preflight import check_before_start, check_search, with_absolute_paths
 from rayrm.training.job import MODEL
 from rayrm.training.storage import RunFolder
 from rayrm.trial import TRIALS, SweepJob, Trial, trial_name
@@ -68,16 +68,9 @@ def sweep(
         ConfigError: the configuration is wrong; nothing was started.
         RayrmError: no trial was finished.
     """
-    settled = load_sweep(config, overrides)
-    settled = _with_absolute_paths(settled)
+    settled = with_absolute_paths(load_sweep(config, overrides))
     handed = dict(datasets or {})
-    check_space(settled)
-    check_metric(settled.search.metric, field="search.metric", config=settled, datasets=handed)
-    if settled.search.scheduler == "asha" and settled.train.eval_steps is None:
-        raise ConfigError(
-            "search.scheduler: asha compares trials while they train: set train.eval_steps, or "
-            "take scheduler: none"
-        )
+    check_search(settled, handed)
     draws = draw_trials(settled.search, seed=settled.run.seed)
     check_before_start(trial_config(settled, draws[0]), handed)
     folder = f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}"
@@ -91,19 +84,11 @@ def sweep(
     store.create()
     with store.held():
         _check_unchanged(store, settled)
-        store.write_json("config.json", settled.model_dump(mode="json"))
+        store.write_json("config.json", dump_config(settled))
         with ray_running(settled.scaling):
             job = SweepJob(_settled_resources(settled), folder, tuple(draws), handed)
             results = _tuner(job).fit()
-        job = replace(job, config=settled)
-        return _answer(job, {name: str(error) for name, error in _errors(results)})
-
-
-def _with_absolute_paths(config: SweepConfig) -> SweepConfig:
-    plain = with_absolute_paths(with_values(config, {}))
-    return SweepConfig.model_validate(
-        {**dump_config(plain), "search": config.search.model_dump(mode="json")}
-    )
+        return _answer(replace(job, config=settled), _errors(results))
 
 
 def _check_unchanged(store: RunFolder, config: SweepConfig) -> None:
@@ -140,17 +125,13 @@ def _settled_resources(config: SweepConfig) -> SweepConfig:
             f"for data tasks are more than the cluster has ({total:g} CPU, "
             f"{cluster.get('GPU', 0):g} GPU)"
         )
-    values: dict[str, Any] = {}
+    scaling = config.scaling
     if given is None and concurrent > 1:
         share = max(int(50 * total / (concurrent * workers)) / 100, 0.01)
-        values["scaling.resources_per_worker"] = {"CPU": min(share, 1.0)} | (
-            {"GPU": 1.0} if gpus else {}
-        )
+        each = {"CPU": min(share, 1.0)} | ({"GPU": 1.0} if gpus else {})
+        scaling = scaling.model_copy(update={"resources_per_worker": each})
     search = config.search.model_copy(update={"max_concurrent": concurrent})
-    plain = with_values(config, values)
-    return SweepConfig.model_validate(
-        {**dump_config(plain), "search": search.model_dump(mode="json")}
-    )
+    return config.model_copy(update={"scaling": scaling, "search": search})
 
 
 def _tuner(job: SweepJob) -> tune.Tuner:
@@ -218,9 +199,10 @@ class _Told(tune.Callback):
         logger.warning("trial %s failed; the sweep goes on", trial)
 
 
-def _errors(results: Any) -> list[tuple[str, Exception]]:
-    told = [(result.config, result.error) for result in results if result.error is not None]
-    return [(trial_name(c["number"], c["repeat"]), error) for c, error in told]
+def _errors(results: Any) -> dict[str, str]:
+    """Return what each trial that failed said, by name."""
+    failed = [result for result in results if result.error is not None]
+    return {trial_name(**result.config): str(result.error) for result in failed}
 
 
 def _answer(job: SweepJob, errors: Mapping[str, str]) -> SweepResult:
@@ -242,8 +224,7 @@ def _answer(job: SweepJob, errors: Mapping[str, str]) -> SweepResult:
         raise RayrmError(f"search: no trial was finished; see {folder / _TABLE} ({first})")
     judged = judge(finished, search)
     best = judged[0]
-    of_best = [row for row in finished if row["number"] == best["number"]]
-    chosen = min(of_best, key=lambda row: -row[search.metric] * _sign(search))
+    chosen = best_row([row for row in finished if row["number"] == best["number"]], search)
     model_dir = _copy_model(folder, chosen["trial"])
     run = trial_config(job.config, job.draws[best["number"]])
     named = {"run.name": "best", "run.seed": run.run.seed + chosen["repeat"]}
@@ -298,8 +279,8 @@ def judge(rows: Sequence[dict[str, Any]], search: SearchSection) -> list[dict[st
     """
     judged: list[dict[str, Any]] = []
     for number in dict.fromkeys(row["number"] for row in rows):
-        values = [row[search.metric] for row in rows if row["number"] == number]
-        values = [value for value in values if value is not None and math.isfinite(value)]
+        of_number = [row for row in rows if row["number"] == number]
+        values = [row[search.metric] for row in _with_number(of_number, search)]
         if not values:
             continue
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -314,6 +295,16 @@ def judge(rows: Sequence[dict[str, Any]], search: SearchSection) -> list[dict[st
     if not judged:
         raise RayrmError(f"search.metric: {search.metric} is no number in any finished trial")
     return sorted(judged, key=lambda one: (-one["repeats"], -one[search.metric] * _sign(search)))
+
+
+def best_row(rows: Sequence[dict[str, Any]], search: SearchSection) -> dict[str, Any]:
+    """Return the row with the best metric; at least one is a number."""
+    return max(_with_number(rows, search), key=lambda row: row[search.metric] * _sign(search))
+
+
+def _with_number(rows: Sequence[dict[str, Any]], search: SearchSection) -> list[dict[str, Any]]:
+    values = [(row, row[search.metric]) for row in rows]
+    return [row for row, value in values if value is not None and math.isfinite(value)]
 
 
 def _sign(search: SearchSection) -> int:

@@ -11,7 +11,7 @@ import pytest
 from rayrm.config.loader import load_config, load_sweep
 from rayrm.config.schema import SearchSection
 from rayrm.errors import ConfigError
-from rayrm.search import judge, sweep
+from rayrm.search import best_row, judge, sweep
 from tests.runs import rows_file, text_rows
 
 
@@ -58,6 +58,13 @@ def test_a_metric_that_is_no_number_never_wins() -> None:
 def test_less_is_better_where_the_mode_says_so() -> None:
     search = SearchSection(metric="eval_accuracy", mode="min")
     assert judge(rows_of((0, 0.9), (1, 0.4)), search)[0]["number"] == 1
+
+
+def test_the_model_of_the_best_repeat_is_taken_and_one_without_a_number_is_not() -> None:
+    search = SearchSection(metric="eval_accuracy", repeats=3)
+    none = {"number": 0, "eval_accuracy": None}
+    rows = rows_of((0, 0.5), (0, float("nan")), (0, 0.7))
+    assert best_row([none, *rows], search) == rows[2]
 
 
 @pytest.mark.parametrize(

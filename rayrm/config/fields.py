@@ -61,6 +61,7 @@ NoBool = BeforeValidator(_refuse_bool)
 WholeAsText = BeforeValidator(_whole_number_as_text)
 
 Number = Annotated[float, NoBool]
+WholeNumber = Annotated[int, NoBool]
 PositiveInt = Annotated[int, Field(ge=1), NoBool]
 PositiveFloat = Annotated[float, Field(gt=0), NoBool]
 NonNegativeFloat = Annotated[float, Field(ge=0), NoBool]

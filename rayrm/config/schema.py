@@ -4,15 +4,9 @@ Names are those of transformers, TRL and peft wherever they have one. A default 
 and nowhere else; a section that is null is a feature that is off.
 """
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rayrm.config.fields import (
     Argument,
@@ -26,6 +20,7 @@ from rayrm.config.fields import (
     Share,
     Text,
     WholeAsText,
+    WholeNumber,
 )
 
 
@@ -448,49 +443,43 @@ class RunConfig(Section):
         return self
 
 
-class Uniform(Section):
+Bound = TypeVar("Bound", int, float)
+
+
+class Range(Section, Generic[Bound]):
+    """Numbers between two."""
+
+    low: Bound
+    """The least value."""
+    high: Bound
+    """The greatest value; of whole numbers the first that is too high."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low is {self.low:g}, not below high, {self.high:g}")
+        return self
+
+
+class Uniform(Range[Number]):
     """Any number between two, each as likely."""
 
     type: Literal["uniform"]
     """uniform"""
-    low: Number
-    """The least value."""
-    high: Number
-    """The greatest value."""
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "Uniform":
-        return _checked_range(self)
 
 
-class LogUniform(Section):
+class LogUniform(Range[PositiveFloat]):
     """A number between two, its logarithm each as likely."""
 
     type: Literal["log_uniform"]
     """log_uniform"""
-    low: PositiveFloat
-    """The least value."""
-    high: PositiveFloat
-    """The greatest value."""
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "LogUniform":
-        return _checked_range(self)
 
 
-class RandInt(Section):
+class RandInt(Range[WholeNumber]):
     """A whole number, each as likely."""
 
     type: Literal["randint"]
     """randint"""
-    low: Annotated[int, NoBool]
-    """The least value."""
-    high: Annotated[int, NoBool]
-    """The first value that is too high."""
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> "RandInt":
-        return _checked_range(self)
 
 
 AnyValues = Annotated[tuple[Argument, ...], Field(min_length=1)]
@@ -512,15 +501,6 @@ class Grid(Section):
     """grid"""
     values: AnyValues
     """What to go through."""
-
-
-AnyRange = TypeVar("AnyRange", Uniform, LogUniform, RandInt)
-
-
-def _checked_range(distribution: AnyRange) -> AnyRange:
-    if distribution.low >= distribution.high:
-        raise ValueError(f"low is {distribution.low:g}, not below high, {distribution.high:g}")
-    return distribution
 
 
 Distribution = Annotated[

@@ -50,21 +50,21 @@ def check_space(config: SweepConfig) -> None:
     Raises:
         ConfigError: a line a field that is unknown, or whose values do not fit.
     """
-    faults: list[str] = []
     space = config.search.space
-    inner = {field: next(_ends(given)) for field, given in space.items()}
+    first = {field: next(_ends(given)) for field, given in space.items()}
+    faults: list[str] = []
+    others: list[str] = []
     for field, distribution in space.items():
         if field.startswith("search."):
             faults.append(f"search.space.{field}: a search cannot search itself")
             continue
         for value in _ends(distribution):
-            try:
-                trial_config(config, {**inner, field: value})
-            except ConfigError as error:
-                lines = str(error).split("\n  ")[1:] or [str(error)]
-                about = [line for line in lines if line.startswith(field.split(".")[0])]
-                faults.append(f"search.space.{field}: {value!r}: {(about or lines)[0]}")
+            lines = _faults_of_trial(config, {**first, field: value})
+            if own := [line for line in lines if _is_about(line, field)]:
+                faults.append(f"search.space.{field}: {value!r}: {own[0]}")
                 break
+            others += lines
+    faults = faults or [f"search.space: {line}" for line in dict.fromkeys(others)]
     size = grid_size(config.search)
     if size > config.search.num_samples:
         faults.append(
@@ -73,6 +73,20 @@ def check_space(config: SweepConfig) -> None:
         )
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _faults_of_trial(config: SweepConfig, values: Values) -> list[str]:
+    try:
+        trial_config(config, values)
+    except ConfigError as error:
+        return str(error).split("\n  ")[1:] or [str(error)]
+    return []
+
+
+def _is_about(line: str, field: str) -> bool:
+    """Whether a fault is told at the field, at a part of it, or at the section that it is in."""
+    place = line.partition(":")[0]
+    return f"{place}.".startswith(f"{field}.") or f"{field}.".startswith(f"{place}.")
 
 
 def _ends(distribution: Distribution) -> Iterator[Any]:

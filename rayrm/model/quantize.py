@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from rayrm.config.schema import ModelSection
@@ -11,10 +10,23 @@ from rayrm.errors import ConfigError
 from rayrm.model.adapters import HEADS
 
 
-def quantization_options(model: ModelSection) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` by which the base is quantized; none if it isn't.
+def quantization_arguments(model: ModelSection) -> dict[str, Any]:
+    """Return what transformers' ``BitsAndBytesConfig`` takes for this base, in plain words.
 
     4 bits are NF4, packed into numbers of the model's own type, which ZeRO-3 can partition.
+    """
+    arguments: dict[str, Any] = {f"load_in_{model.quantization}": True}
+    if model.quantization == "4bit":
+        arguments |= {
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": model.dtype,
+            "bnb_4bit_quant_storage": model.dtype,
+        }
+    return {**arguments, "llm_int8_skip_modules": list(HEADS)}
+
+
+def quantization_options(model: ModelSection) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` by which the base is quantized; none if it isn't.
 
     Raises:
         ConfigError: bitsandbytes is missing.
@@ -25,18 +37,7 @@ def quantization_options(model: ModelSection) -> dict[str, Any]:
         raise ConfigError(
             "model.quantization: needs bitsandbytes: pip install 'rayrm[quantization]'"
         )
-    if model.quantization == "8bit":
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(HEADS))
-    else:
-        dtype = getattr(torch, model.dtype)
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_quant_storage=dtype,
-            llm_int8_skip_modules=list(HEADS),
-        )
-    return {"quantization_config": config}
+    return {"quantization_config": BitsAndBytesConfig(**quantization_arguments(model))}
 
 
 def keep_packed_weights_as_they_are(classifier: PreTrainedModel) -> None:

@@ -64,7 +64,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 def template_brings_tokens(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes tokens that the model was never trained on."""
-    if model.chat_template_path is None:
+    if model.chat_template_path is None or not Path(model.chat_template_path).is_dir():
         return False
     own = _from_pretrained(
         resolve_name_or_path(model),

@@ -8,14 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rayrm.config.schema import RunConfig
+from rayrm.config.schema import ModelSection, RunConfig
+from rayrm.model.quantize import quantization_arguments
 from rayrm.model.tokenizer import pad_token_id
 from rayrm.training.curves import draw_curves
 
-_BITS = {
-    "4bit": 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"',
-    "8bit": "load_in_8bit=True",
-}
 CARD = "README.md"
 CURVES = "curves.png"
 
@@ -63,7 +60,7 @@ A reward model: one number for a text or conversation, higher where people would
 by rayrm from `{config.model.name_or_path}` on preference pairs (Bradley-Terry). Only differences
 between rewards of replies to one prompt have a meaning.
 
-{_loading(library, pad_token_id(tokenizer), config.model.quantization)}
+{_loading(library, pad_token_id(tokenizer), config.model)}
 Plain text, without a chat template, ends with the EOS token. Padding is `{tokenizer.pad_token}`.
 After the export the folder was loaded again and real pairs were scored singly and padded: the
 largest difference to the trained model was {reload_difference:.2g}.
@@ -97,18 +94,21 @@ def card_of_merged(card: str) -> str:
     return example.sub(lambda _: _loading("transformers"), card, count=1)
 
 
-def _loading(library: str, pad_id: int | None = None, quantization: str | None = None) -> str:
+def _loading(library: str, pad_id: int | None = None, model: ModelSection | None = None) -> str:
     is_adapter = library == "peft"
     auto_class = f"Auto{'Peft' if is_adapter else ''}ModelForSequenceClassification"
     # a base of the hub has a language model's labels and padding
     extra = f", num_labels=1, pad_token_id={pad_id}" if is_adapter else ""
     bits = ""
-    if quantization is not None:
+    if is_adapter and model is not None and model.quantization is not None:
+        given = quantization_arguments(model).items()
+        arguments = "".join(f"    {name}={value!r},\n" for name, value in given)
         extra += ", quantization_config=bits"
         bits = f"""from transformers import BitsAndBytesConfig
 
 # as in training: with a base of more bits the rewards are a little different
-bits = BitsAndBytesConfig({_BITS[quantization]})
+bits = BitsAndBytesConfig(
+{arguments})
 """
     return f"""## Load
 

@@ -120,6 +120,40 @@ def test_all_faults_of_a_space_are_told_at_once():
     ]
 
 
+def test_a_field_that_fits_is_not_blamed_for_another():
+    told = refusal(
+        {
+            "train.batch_size": {"type": "randint", "low": 2, "high": 3},
+            "train.nothing": {"type": "choice", "values": [1]},
+            "train.learning_rate": {"type": "uniform", "low": 0.1, "high": 0.2},
+        }
+    )
+    assert [line.split(":")[0] for line in told.splitlines()] == ["search.space.train.nothing"]
+
+
+def test_fields_that_fit_only_together_are_searched_together():
+    space = {
+        "train.lr_scheduler_type": {"type": "choice", "values": ["constant_with_warmup"]},
+        "train.warmup_ratio": {"type": "uniform", "low": 0.1, "high": 0.2},
+    }
+    config = load_sweep({"train": {"lr_scheduler_type": "constant"}, "search": {"space": space}})
+    check_space(config)
+
+
+def test_a_rule_between_sections_is_told():
+    told = refusal({"zero.stage": {"type": "choice", "values": [3, 0]}})
+    assert "no float32 master weights at stage 0" in told
+    other = load_sweep(
+        {
+            "zero": {"stage": 0},
+            "model": {"dtype": "float32"},
+            "search": {"space": {"model.dtype": {"type": "choice", "values": ["bfloat16"]}}},
+        }
+    )
+    with pytest.raises(ConfigError, match="no float32 master weights at stage 0"):
+        check_space(other)
+
+
 def test_a_grid_that_is_too_large_is_refused_with_both_numbers():
     space = {"train.batch_size": {"type": "grid", "values": list(range(1, 30))}}
     assert "29 points, search.num_samples is 8" in refusal(space)
