@@ -20,7 +20,8 @@ import ctypes
 import gc
 import json
 import os
-import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from common import parser_of, tell
 
+_RANK = "--rank"
 CASES: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": {"r": 16}}}
 
 
@@ -41,12 +43,9 @@ def measure(model: str, workers: list[int]) -> dict[str, float]:
     for name in CASES:
         for num_ranks in workers:
             with tempfile.TemporaryDirectory() as folder:
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    port = free.getsockname()[1]
-                torch.multiprocessing.spawn(  # type: ignore[attr-defined]
-                    _enter, (num_ranks, port, model, name, folder), nprocs=num_ranks
-                )
+                launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                ranks = [f"--nproc-per-node={num_ranks}", __file__, _RANK, model, name, folder]
+                subprocess.run([*launcher, *ranks], check=True)
                 for rank in range(num_ranks):
                     told = json.loads(Path(folder, f"{rank}.json").read_text())
                     for what, figure in told.items():
@@ -54,19 +53,13 @@ def measure(model: str, workers: list[int]) -> dict[str, float]:
     return figures
 
 
-def _enter(rank: int, num_ranks: int, port: int, model: str, name: str, folder: str) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+def _run_rank(model: str, name: str, folder: str) -> None:
     dist.init_process_group("gloo")
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    rank = dist.get_rank()
     told = _train(rank, model, name, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 
 
@@ -155,6 +148,8 @@ def _peak() -> Iterator[list[float]]:
 
 def main() -> None:
     """Read the command line, measure, print the figures and write them."""
+    if sys.argv[1:2] == [_RANK]:
+        return _run_rank(*sys.argv[2:])
     parser = parser_of(__doc__)
     parser.add_argument("model", metavar="MODEL", help="folder of a model")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])

@@ -1,6 +1,6 @@
 """Small things that tests build from nothing: no network, no files, milliseconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -190,6 +190,13 @@ def _saved(
         architecture(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def random_pairs(
+    rng: np.random.Generator, sizes: Iterable[Any], *, below: int = 300
+) -> list[TokenizedPair]:
+    """Pairs of ids from 10 on, by the ``sizes`` ``[pairs, 3]`` of prompt, chosen and rejected."""
+    return [pair_of(*(rng.integers(10, below, n).tolist() for n in parts)) for parts in sizes]
 
 
 def pair_of(

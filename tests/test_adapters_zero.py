@@ -12,8 +12,13 @@ import pytest
 
 from rayrm.config.schema import RunConfig
 from rayrm.training.convert import convert
-from tests.builders import pair_of, tiny_llama_folder, with_other_template, word_tokenizer
-from tests.worlds import in_world
+from tests.builders import (
+    random_pairs,
+    tiny_llama_folder,
+    with_other_template,
+    word_tokenizer,
+)
+from tests.worlds import export_trained, in_world, proof_of, start_engine
 
 pytestmark = pytest.mark.deepspeed
 
@@ -67,10 +72,6 @@ def train_and_export(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
-    from rayrm.data.plan import Cutting
-    from rayrm.model.tokenizer import load_tokenizer
-    from rayrm.training.engine import Engine
-    from rayrm.training.export import export_model, take_proof
     from rayrm.training.loop import pair_losses
 
     options = dict(TRAINED[trained])
@@ -80,38 +81,17 @@ def _train_one(place: Path, base: str, trained: str) -> dict[str, Any]:
         options["chat_template_path"] = str(place / options["chat_template_path"])
     section = {"name_or_path": str(place / base), "dtype": "float32", **options}
     config = RunConfig.model_validate({"model": section, "train": {"learning_rate": 3e-2}})
-    tokenizer = load_tokenizer(config.model)
-    engine = Engine(config, tokenizer, num_steps=4)
+    engine, tokenizer = start_engine(config, num_steps=4)
     assert all(module.training for module in engine.model.modules())
-    engine.cutting = Cutting(engine.cutting.layout, 1000)
     rng = np.random.default_rng(engine.rank)
-    pairs = [
-        pair_of(*(rng.integers(10, len(tokenizer), n).tolist() for n in rng.integers(1, 12, 3)))
-        for _ in range(3)
-    ]
-    with engine.evaluating():
-        before = take_proof(lambda part: engine.score(engine.pack(part)), pairs)
+    pairs = random_pairs(rng, (rng.integers(1, 12, 3) for _ in range(3)), below=len(tokenizer))
+    before = proof_of(engine, pairs)
     for _ in range(2):
         batch = engine.pack(pairs)
         loss = pair_losses(*engine.score(batch), batch, config.loss).sum() / 6
         engine.backward(loss, ends_step=True)
-    with engine.evaluating():
-        proof = take_proof(lambda part: engine.score(engine.pack(part)), pairs)
-    state = engine.gather_state(trained_only=config.model.trains_adapter)
-    engine.leave_zero()
-    if engine.rank == 0:
-        folder = place / f"{base}, {trained}"
-        folder.mkdir()
-        export_model(
-            engine.model,
-            state,
-            tokenizer,
-            config.model,
-            folder=str(folder),
-            final_path=str(folder),
-            proof=proof,
-        )
-    engine.gather_objects(None)  # the next case may go on from these files
+    proof = proof_of(engine, pairs)
+    export_trained(engine, tokenizer, config.model, place / f"{base}, {trained}", proof)
     return {
         "texts": [text.tolist() for text in proof.texts],
         "before": before.rewards.tolist(),

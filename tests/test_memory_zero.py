@@ -1,4 +1,4 @@
-"""What a rank holds between steps is what ZeRO promises, and an export takes one copy more."""
+"""What a rank holds between steps is what ZeRO promises."""
 
 import gc
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 
 from rayrm.config.schema import RunConfig
 from rayrm.training.zero import state_bytes
-from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
-from tests.worlds import in_world
+from tests.builders import random_pairs, tiny_llama_folder, word_tokenizer
+from tests.worlds import in_world, start_engine
 
 pytestmark = pytest.mark.deepspeed
 
@@ -28,10 +28,6 @@ def hold(job: dict[str, Any]) -> dict[str, Any]:
 def _train_one(model: str, name: str) -> dict[str, float]:
     import torch
 
-    from rayrm.data.plan import Cutting
-    from rayrm.model.tokenizer import load_tokenizer
-    from rayrm.training.engine import Engine
-
     _, dtype, stage = name.split(", ")
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10_000}
     before = live_bytes()
@@ -42,13 +38,9 @@ def _train_one(model: str, name: str) -> dict[str, float]:
             "zero": {"extra": {"zero_optimization": small}},
         }
     )
-    engine = Engine(config, load_tokenizer(config.model), num_steps=4)
-    engine.cutting = Cutting(engine.cutting.layout, 1000)
+    engine, _ = start_engine(config, num_steps=4)
     rng = np.random.default_rng(engine.rank)
-    pairs = [
-        pair_of(*(rng.integers(10, 300, n).tolist() for n in rng.integers(1, 12, 3)))
-        for _ in range(3)
-    ]
+    pairs = random_pairs(rng, (rng.integers(1, 12, 3) for _ in range(3)))
     for _ in range(2):
         engine.backward(torch.cat(engine.score(engine.pack(pairs))).sum() / 6, ends_step=True)
     held = live_bytes() - before

@@ -8,8 +8,8 @@ import pytest
 
 from rayrm.config.schema import RunConfig
 from rayrm.training.convert import convert
-from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
-from tests.worlds import in_world
+from tests.builders import random_pairs, tiny_llama_folder, word_tokenizer
+from tests.worlds import export_trained, in_world, proof_of, start_engine
 
 pytestmark = pytest.mark.deepspeed
 pytest.importorskip("bitsandbytes")
@@ -28,10 +28,6 @@ def train_and_export(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train_one(place: Path, name: str) -> dict[str, Any]:
-    from rayrm.data.plan import Cutting
-    from rayrm.model.tokenizer import load_tokenizer
-    from rayrm.training.engine import Engine
-    from rayrm.training.export import export_model, take_proof
     from rayrm.training.loop import pair_losses
 
     config = RunConfig.model_validate(
@@ -41,14 +37,9 @@ def _train_one(place: Path, name: str) -> dict[str, Any]:
             "zero": {"stage": int(name[-1])},
         }
     )
-    tokenizer = load_tokenizer(config.model)
-    engine = Engine(config, tokenizer, num_steps=STEPS)
-    engine.cutting = Cutting(engine.cutting.layout, 1000)
+    engine, tokenizer = start_engine(config, num_steps=STEPS)
     rng = np.random.default_rng(engine.rank)
-    pairs = [
-        pair_of(*(rng.integers(10, 300, n).tolist() for n in rng.integers(2, 12, 3)))
-        for _ in range(3)
-    ]
+    pairs = random_pairs(rng, (rng.integers(2, 12, 3) for _ in range(3)))
 
     def losses_of_pairs() -> Any:
         batch = engine.pack(pairs)
@@ -65,30 +56,13 @@ def _train_one(place: Path, name: str) -> dict[str, Any]:
         engine.backward(loss / 6, ends_step=True)
     with engine.evaluating():
         losses.append(losses_of_pairs().sum().item())
-        proof = take_proof(lambda part: engine.score(engine.pack(part)), pairs)
+    proof = proof_of(engine, pairs)
     assert _frozen_bytes(engine) == frozen_before
     bits = {type(module).__name__ for module in engine.model.modules()}
     trained_types = {str(p.dtype) for p in engine.model.parameters() if p.requires_grad}
-    state = engine.gather_state(trained_only=True)
-    engine.leave_zero()
-    if engine.rank == 0:
-        folder = place / name
-        folder.mkdir()
-        difference = export_model(
-            engine.model,
-            state,
-            tokenizer,
-            config.model,
-            folder=str(folder),
-            final_path=str(folder),
-            proof=proof,
-        )
-    else:
-        difference = 0.0
-    engine.gather_objects(None)
+    export_trained(engine, tokenizer, config.model, place / name, proof)
     return {
         "losses": losses,
-        "difference": difference,
         "bits": sorted(bits),
         "trained_types": sorted(trained_types),
         "texts": [text.tolist() for text in proof.texts],

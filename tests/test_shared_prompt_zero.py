@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.builders import pair_of, word_tokenizer
+from tests.builders import random_pairs, word_tokenizer
 from tests.model.test_shared_prompt import ARCHITECTURES, LENGTHS, classifier_of
 from tests.worlds import in_world
 
@@ -64,7 +64,7 @@ def step_gradients(folder: str, lora: dict[str, int] | None, setting: str) -> di
         engine.enable_gradient_checkpointing()
     engine.cutting = Cutting(engine.cutting.layout, 100)
     rng = np.random.default_rng(0)
-    pairs = [pair_of(*(rng.integers(10, 300, n).tolist() for n in parts)) for parts in LENGTHS]
+    pairs = random_pairs(rng, LENGTHS)
     lengths = PairLengths.of(pairs)
     plan = plan_step(lengths, engine.cutting, num_ranks=engine.world_size)[engine.rank]
     for positions in plan:

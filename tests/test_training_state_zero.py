@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
+from tests.builders import random_pairs, tiny_llama_folder, word_tokenizer
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.deepspeed
@@ -72,7 +72,7 @@ def losses_of(case: dict[str, Any], checkpoint: Path, *, resume: bool) -> list[f
             engine.save(str(checkpoint))
         rng = np.random.default_rng(step)
         sizes = rng.integers(1, 12, (6, 3))
-        pairs = [pair_of(*(rng.integers(10, 300, n).tolist() for n in parts)) for parts in sizes]
+        pairs = random_pairs(rng, sizes)
         plan = plan_step(PairLengths.of(pairs), engine.cutting, num_ranks=engine.world_size)
         total = 0.0
         mine = plan[engine.rank]

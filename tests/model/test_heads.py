@@ -22,7 +22,7 @@ from rayrm.model.build import build_reward_model, check_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.convert import convert
 from tests.builders import pair_of, tiny_llama_folder, word_tokenizer
-from tests.worlds import in_world
+from tests.worlds import export_trained, in_world, proof_of, start_engine
 
 PAIRS = [pair_of([10, 11, 12], [13, 14, 15, 16], [17]), pair_of([20], [21], [22, 23, 24])]
 TEXTS = [[10, 11, 12, 13, 14, 15, 16], [10, 11, 12, 17], [20, 21], [20, 22, 23, 24]]
@@ -292,34 +292,15 @@ def test_a_pickled_head_that_would_run_code_is_refused(folder: Path, tmp_path: P
 def score_under_zero(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Score with each of the models under ZeRO-3, export it, and return rewards and origin."""
     from rayrm.config.schema import RunConfig
-    from rayrm.data.plan import Cutting
-    from rayrm.training.engine import Engine
-    from rayrm.training.export import export_model, take_proof
 
     told: list[dict[str, Any]] = []
     for name, section in job.items():
         config = RunConfig.model_validate({"model": section})
-        tokenizer = load_tokenizer(config.model)
-        engine = Engine(config, tokenizer, num_steps=1)
-        engine.cutting = Cutting(engine.cutting.layout, 1000)
-        with engine.evaluating():
-            rewards = torch.stack(engine.score(engine.pack(PAIRS)), dim=1).flatten()
-            proof = take_proof(lambda part, e=engine: e.score(e.pack(part)), PAIRS)
+        engine, tokenizer = start_engine(config, num_steps=1)
+        proof = proof_of(engine, PAIRS)
+        rewards = proof.rewards.view(2, -1).T.flatten()  # chosen and rejected in turn
         told.append({"rewards": rewards.tolist(), "origin": engine.model.origin})
-        state = engine.gather_state(trained_only=config.model.trains_adapter)
-        engine.leave_zero()
-        if engine.rank == 0:
-            Path(name).mkdir()
-            export_model(
-                engine.model,
-                state,
-                tokenizer,
-                config.model,
-                folder=name,
-                final_path=name,
-                proof=proof,
-            )
-        engine.gather_objects(None)
+        export_trained(engine, tokenizer, config.model, Path(name), proof)
     return told
 
 
