@@ -23,6 +23,7 @@ from rayrm.config.schema import SearchSection, SweepConfig, WorkerRange
 from rayrm.config.space import draw_trials, trial_config
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.preflight import check_before_start, check_search, with_absolute_paths
+from rayrm.proposals import Proposals, strategy_of
 from rayrm.training.job import MODEL
 from rayrm.training.storage import RunFolder
 from rayrm.trial import TRIALS, SweepJob, Trial, trial_name
@@ -86,9 +87,9 @@ def sweep(
         _check_unchanged(store, settled)
         store.write_json("config.json", dump_config(settled))
         with ray_running(settled.scaling):
-            job = SweepJob(_settled_resources(settled), folder, tuple(draws), handed)
-            results = _tuner(job).fit()
-        return _answer(replace(job, config=settled), _errors(results))
+            job = SweepJob(_settled_resources(settled), folder, handed)
+            trials = _tuner(job, len(draws)).fit()
+        return _answer(replace(job, config=settled), trials, len(draws))
 
 
 def _check_unchanged(store: RunFolder, config: SweepConfig) -> None:
@@ -134,7 +135,7 @@ def _settled_resources(config: SweepConfig) -> SweepConfig:
     return config.model_copy(update={"scaling": scaling, "search": search})
 
 
-def _tuner(job: SweepJob) -> tune.Tuner:
+def _tuner(job: SweepJob, configurations: int) -> tune.Tuner:
     """Return a new tuner, or one that goes on where a killed sweep stopped."""
     trainable = tune.with_resources(tune.with_parameters(Trial, job=job), {"CPU": 0.01})
     place = f"{job.folder}/{_TUNE}"
@@ -142,15 +143,14 @@ def _tuner(job: SweepJob) -> tune.Tuner:
         logger.info("going on with the sweep at %s", job.folder)
         return tune.Tuner.restore(place, trainable=trainable, resume_unfinished=True)
     search = job.config.search
+    strategy = strategy_of(search, seed=job.config.run.seed)
     return tune.Tuner(
         trainable,
-        param_space={
-            "number": tune.grid_search(list(range(len(job.draws)))),
-            "repeat": tune.grid_search(list(range(search.repeats))),
-        },
         tune_config=tune.TuneConfig(
             metric=search.metric,
             mode=search.mode,
+            num_samples=configurations * search.repeats,
+            search_alg=Proposals(strategy, configurations, search),
             scheduler=_scheduler(job.config),
             max_concurrent_trials=search.max_concurrent,
             time_budget_s=None if search.time_budget is None else 60 * search.time_budget,
@@ -199,34 +199,27 @@ class _Told(tune.Callback):
         logger.warning("trial %s failed; the sweep goes on", trial)
 
 
-def _errors(results: Any) -> dict[str, str]:
-    """Return what each trial that failed said, by name."""
-    failed = [result for result in results if result.error is not None]
-    return {trial_name(**result.config): str(result.error) for result in failed}
-
-
-def _answer(job: SweepJob, errors: Mapping[str, str]) -> SweepResult:
+def _answer(job: SweepJob, trials: tune.ResultGrid, configurations: int) -> SweepResult:
     """Write the table, the best configuration and its model.
 
     Raises:
         RayrmError: no trial was finished.
     """
     search, folder = job.config.search, Path(job.folder)
-    rows = [
-        _row(job, number, repeat, errors)
-        for number in range(len(job.draws))
-        for repeat in range(search.repeats)
-    ]
-    _write_table(folder / _TABLE, rows)
+    rows = sorted((_row(job, trial) for trial in trials), key=lambda row: row["trial"])
+    if missing := configurations * search.repeats - len(rows):
+        logger.warning("%d trials were not started: search.time_budget was over", missing)
+    if rows:
+        _write_table(folder / _TABLE, rows)
     finished = [row for row in rows if row["status"] == "finished"]
     if not finished:
-        first = next(iter(errors.values()), "none was started").strip().split("\n")[-1]
+        first = next((row["error"] for row in rows if row["error"]), "none was trained to its end")
         raise RayrmError(f"search: no trial was finished; see {folder / _TABLE} ({first})")
     judged = judge(finished, search)
     best = judged[0]
     chosen = best_row([row for row in finished if row["number"] == best["number"]], search)
     model_dir = _copy_model(folder, chosen["trial"])
-    run = trial_config(job.config, job.draws[best["number"]])
+    run = trial_config(job.config, {field: chosen[field] for field in search.space})
     named = {"run.name": "best", "run.seed": run.run.seed + chosen["repeat"]}
     best_config = dump_config(with_values(run, named))
     (folder / _BEST).write_text(yaml.safe_dump(best_config, sort_keys=False), encoding="utf-8")
@@ -239,36 +232,36 @@ def _answer(job: SweepJob, errors: Mapping[str, str]) -> SweepResult:
             "best_model_dir": model_dir,
             "configurations": judged,
             "trials": rows,
+            "not_started": missing,
         },
     )
     return _read(job.folder)
 
 
-def _row(job: SweepJob, number: int, repeat: int, errors: Mapping[str, str]) -> dict[str, Any]:
+def _row(job: SweepJob, trial: tune.Result) -> dict[str, Any]:
     """Tell of one trial what its run's folder has."""
-    name = trial_name(number, repeat)
+    told = trial.config or {}
+    name = trial_name(told["number"], told["repeat"])
     run = RunFolder(f"{job.folder}/{TRIALS}/{name}")
     result = run.read_json("result.json")
-    lines = [json.loads(line) for line in run.read_lines("metrics.jsonl")]
     metrics: dict[str, Any] = {}
-    for line in lines:
-        metrics |= line
+    for line in run.read_lines("metrics.jsonl"):
+        metrics |= json.loads(line)
     if result is not None:
         metrics |= result["metrics"]
-    status = "finished" if result is not None else "failed" if name in errors else "stopped"
-    if status == "stopped" and not lines:
-        status = "not started"
+    error = None if trial.error is None else str(trial.error).strip().split("\n")[-1]
+    status = "finished" if result is not None else "stopped" if error is None else "failed"
     return {
         "trial": name,
-        "number": number,
-        "repeat": repeat,
+        "number": told["number"],
+        "repeat": told["repeat"],
         "status": status,
-        **job.draws[number],
+        **told["values"],
         job.config.search.metric: metrics.get(job.config.search.metric),
         "step": metrics.get("step"),
         "seconds": None if result is None else result["seconds_in_steps"],
         "run_dir": run.url,
-        "error": errors.get(name, "").strip().split("\n")[-1] or None,
+        "error": error,
     }
 
 

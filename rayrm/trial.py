@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayrm.config.loader import with_values
 from rayrm.config.schema import RunConfig, SweepConfig
-from rayrm.config.space import Values, trial_config
+from rayrm.config.space import trial_config
 from rayrm.errors import RayrmError
 from rayrm.launch import FitResult, fit_settled
 
@@ -29,8 +29,6 @@ class SweepJob:
     config: SweepConfig
     folder: str
     """The sweep's folder."""
-    draws: tuple[Values, ...]
-    """Values of each configuration."""
     datasets: Mapping[str, Any]
 
 
@@ -77,7 +75,7 @@ class Trial(tune.Trainable):
     def setup(self, config: dict[str, Any], *, job: SweepJob) -> None:  # type: ignore[override]
         """Start the run; one that was started before goes on from its last checkpoint."""
         number, repeat = config["number"], config["repeat"]
-        run = trial_config(job.config, job.draws[number])
+        run = trial_config(job.config, config["values"])
         wandb = run.tracking.wandb
         named: dict[str, Any] = {
             "run.name": trial_name(number, repeat),

@@ -526,6 +526,9 @@ class SearchSection(Section):
     """Whether more of the metric is better, or less."""
     scheduler: Literal["none", "asha"] = "asha"
     """asha stops the worse trials on their way (three of four at each rung); none trains all."""
+    searcher: Literal["random", "optuna"] = "random"
+    """random draws every configuration beforehand; optuna (`pip install 'rayrm[tune]'`) draws where
+    those that ended promise most."""
     repeats: PositiveInt = 1
     """Train each configuration with so many seeds, and judge it by their mean."""
     max_concurrent: PositiveInt | None = None

@@ -65,6 +65,13 @@ def check_space(config: SweepConfig) -> None:
                 break
             others += lines
     faults = faults or [f"search.space: {line}" for line in dict.fromkeys(others)]
+    if config.search.searcher == "optuna":
+        faults += [
+            f"search.space.{field}: a grid is tried whole, which optuna does not; take choice, "
+            "or search.searcher=random"
+            for field, given in space.items()
+            if isinstance(given, Grid)
+        ]
     size = grid_size(config.search)
     if size > config.search.num_samples:
         faults.append(

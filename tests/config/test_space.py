@@ -187,3 +187,8 @@ def test_a_run_with_a_search_names_the_other_command():
 def test_fields_of_the_search_may_be_overridden():
     config = load_sweep({"search": {}}, ["search.num_samples=3", "train.batch_size=2"])
     assert (config.search.num_samples, config.train.batch_size) == (3, 2)
+
+
+def test_a_grid_beside_optuna_is_refused_at_its_field():
+    space = {"model.lora.r": {"type": "grid", "values": [4, 8]}}
+    assert "search.space.model.lora.r: a grid is tried whole" in refusal(space, searcher="optuna")
