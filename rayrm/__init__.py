@@ -3,6 +3,7 @@
 Importing this loads neither torch nor Ray; what needs them is loaded at its first use.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ _HOMES = {
     "fit": "rayrm.launch",
     "sweep": "rayrm.search",
 }
+
+
+# peft loads bitsandbytes where it is installed, which warns of a kernel that it can do without
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

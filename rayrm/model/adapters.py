@@ -1,13 +1,16 @@
 """PEFT on a reward model: the head is trained and saved with the adapter, never adapted itself."""
 
 import logging
+import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from inspect import formatannotation
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
     LoraConfig,
     PeftConfig,
     PeftModel,
@@ -20,10 +23,12 @@ from peft import (
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rayrm.config.faults import shown
 from rayrm.config.schema import LoraSection, ModelSection
 from rayrm.errors import ConfigError
 from rayrm.model.heads import Head, find_head
@@ -82,6 +87,7 @@ def add_adapter(
         classifier = merge_adapter(wrapped, gather)
     field = "model.peft" if model.peft else "model.lora"
     config = _lora_config(model.lora) if model.lora is not None else _peft_config(model.peft)
+    _check_names(config, classifier, field)
     if train_embeddings:
         _train_embeddings(config, classifier)
     return classifier, _wrap(classifier, config, head=head, field=field, gather=gather), origin
@@ -130,10 +136,56 @@ def _peft_config(fields: dict[str, Any]) -> PeftConfig:
     if name not in known:
         raise ConfigError(f"model.peft: peft_type {name} is none of {', '.join(known)}")
     _check_kind(PeftType(name), "model.peft")  # first: it may ask for fields that change nothing
+    _check_types(fields, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(name)])
     try:
         return get_peft_config({**fields, "peft_type": name})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.peft: {error}") from error
+
+
+def _check_types(fields: dict[str, Any], config_class: type[PeftConfig]) -> None:
+    """Hold each value to the type that peft declares, which it does not look at itself."""
+    declared = get_type_hints(config_class)
+    for name in fields.keys() & declared.keys():
+        try:
+            with suppress(PydanticUserError):  # a type that only code can give
+                TypeAdapter(declared[name]).validate_python(fields[name], strict=True)
+        except ValidationError as error:
+            expected = formatannotation(declared[name])
+            raise ConfigError(
+                f"model.peft.{name}: got {shown(fields[name])}, expected {expected}"
+            ) from error
+
+
+def _check_names(config: Any, classifier: PreTrainedModel, field: str) -> None:
+    """Hold the names to the modules there are: peft passes over one that it does not find."""
+    paths = [path for path, _ in classifier.named_modules() if path]
+    targets = getattr(config, "target_modules", None) or []
+    if isinstance(targets, str):
+        shorthand = targets.lower() == "all-linear"
+        found = shorthand or any(_matches(targets, path, field) for path in paths)
+        unknown = [] if found else [("target_modules", targets)]
+    else:
+        dotted = [f".{path}" for path in paths]
+        unknown = [("target_modules", name) for name in targets if not _ends(dotted, f".{name}")]
+    saved = [name for name in config.modules_to_save or [] if name not in HEADS]
+    unknown += [("modules_to_save", name) for name in saved if not _ends(paths, name)]
+    if unknown:
+        part, name = unknown[0]
+        leaves = [path for path, module in classifier.named_modules() if not [*module.children()]]
+        names = dict.fromkeys(path.rpartition(".")[2] for path in leaves)
+        raise ConfigError(f"{field}.{part}: {name} is no module here: there are {', '.join(names)}")
+
+
+def _ends(paths: list[str], end: str) -> bool:
+    return any(path.endswith(end) for path in paths)
+
+
+def _matches(pattern: str, path: str, field: str) -> bool:
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except re.error as error:
+        raise ConfigError(f"{field}.target_modules: no regular expression ({error})") from error
 
 
 def _check_kind(kind: PeftType, field: str) -> None:

@@ -140,15 +140,57 @@ def test_an_adapter_without_a_head_trains_that_of_the_model(base: Path, tmp_path
         ({"peft_type": "LORAX"}, "peft_type LORAX is none of"),
         ({"peft_type": "LORA", "rank": 4}, "'rank'"),
         ({"peft_type": "LORA", "task_type": "CAUSAL_LM"}, "task_type is CAUSAL_LM"),
-        ({"peft_type": "LOHA", "target_modules": ["no_proj"]}, "No modules were targeted"),
+        ({"peft_type": "LOHA", "r": "four"}, 'r: got "four", expected int'),
+        ({"peft_type": "LORA", "use_rslora": "no"}, 'use_rslora: got "no", expected bool'),
+        ({"peft_type": "LOHA", "target_modules": 3}, "target_modules: got 3, expected"),
+        ({"peft_type": "LORA", "target_modules": "*_proj"}, "no regular expression"),
     ],
 )
 def test_a_method_that_does_not_work_is_refused_before_the_start(
     peft: dict[str, Any], told: str, base: Path
 ) -> None:
     found = told_before_the_start(base, peft=peft)
-    assert found.startswith("model.peft: ")
+    assert found.startswith(("model.peft: ", "model.peft."))
     assert told in found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": {"target_modules": ["no_proj"]}},
+        {"lora": {"target_modules": ["q_proj", "no_proj"]}},
+        {"lora": {"target_modules": ".*no_proj"}},
+        {"lora": {"modules_to_save": ["no_proj"]}},
+        {"peft": {"peft_type": "LOHA", "target_modules": ["no_proj"]}},
+        {"peft": {"peft_type": "IA3", "modules_to_save": ["embed_tokens", "no_proj"]}},
+    ],
+)
+def test_a_name_that_no_module_has_is_refused_with_those_there_are(
+    options: dict[str, Any], base: Path
+) -> None:
+    told = told_before_the_start(base, **options)
+    ((field, _),) = options.items()
+    assert told.startswith((f"model.{field}.target_modules: ", f"model.{field}.modules_to_save: "))
+    assert "no_proj" in told
+    assert "gate_proj" in told
+    assert "q_proj" in told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": {"target_modules": ["layers.1.self_attn.q_proj"]}},
+        {"lora": {"target_modules": ".*layers.0.*_proj", "modules_to_save": ["score"]}},
+        {"peft": {"peft_type": "LORA", "modules_to_save": ["embed_tokens", "model.norm"]}},
+        {"peft": {"peft_type": "LOKR", "target_modules": "all-linear", "alpha": 2}},
+    ],
+)
+def test_any_spelling_of_a_module_that_peft_knows_is_taken(
+    options: dict[str, Any], base: Path
+) -> None:
+    trained = [name for name, p in built(base, **options).named_parameters() if p.requires_grad]
+    assert any("score" in name for name in trained)
+    assert len(trained) > 1
 
 
 @pytest.mark.parametrize(
