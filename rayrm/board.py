@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from rayrm.data.feed import Order
 from rayrm.errors import RayrmError
 
 _PATIENCE_SECONDS = 90
+_ANSWER_SECONDS = 5
 
 
 class Board:
@@ -172,12 +174,19 @@ def _watch(board: Any, done: threading.Event, waiting_for: str) -> None:
     bar: tqdm[Any] | None = None
     shown = 0
     told_at = time.monotonic()
+    reading: Any = None
     while True:
         finished = done.wait(0.5)
         try:
-            notes, step, num_steps, line = ray.get(board.read.remote(), timeout=5)
+            reading = reading or board.read.remote()  # what is read once is told by no other
+            notes, step, num_steps, line = ray.get(reading, timeout=_ANSWER_SECONDS)
+        except GetTimeoutError:  # on a busy machine
+            if finished:
+                return
+            continue
         except Exception:  # the bar must never end a run
             return
+        reading = None
         for note in notes:
             tqdm.write(note, file=sys.stderr)
         if not num_steps and time.monotonic() - told_at > _PATIENCE_SECONDS:

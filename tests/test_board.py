@@ -1,10 +1,12 @@
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
+import ray
 
-from rayrm.board import Board, stopping_on_signals
+from rayrm.board import Board, showing, stopping_on_signals
 
 
 class LocalActor:
@@ -71,3 +73,32 @@ def test_a_note_is_read_once_and_a_restart_forgets_the_line():
     assert board.read() == (["training"], 3, 10, {"step": 3, "loss": 0.5})
     board.start("training", 2, 10)
     assert board.read() == (["training; going on from step 2"], 2, 10, {})
+
+
+class SlowBoard(Board):
+    """Answers the first reading late, as on a machine with too much to do."""
+
+    is_slow = True
+
+    def read(self) -> Any:
+        told = super().read()
+        time.sleep(3 if self.is_slow else 0)
+        self.is_slow = False
+        return told
+
+
+@pytest.mark.ray
+def test_progress_is_shown_though_the_board_was_late_once(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("rayrm.board._ANSWER_SECONDS", 0.5)
+    board: Any = ray.remote(SlowBoard).remote()
+    board.start.remote("training 5 parameters", 0, 4)
+    with showing(board, waiting_for="workers"):
+        time.sleep(2)
+        ray.get(board.update.remote({"step": 3, "loss": 0.5}))
+        time.sleep(2)
+    ray.kill(board)
+    shown = capsys.readouterr().err
+    assert shown.count("training 5 parameters") == 1
+    assert "step 3/4  loss 0.5" in shown
