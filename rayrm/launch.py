@@ -29,7 +29,7 @@ from rayrm.cluster import (
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig, ScalingSection, WorkerRange
 from rayrm.data.feed import Feed, FeedPlan
-from rayrm.data.intake import TRAIN, check_reports, check_unchanged, hold_eval_sets, open_streams
+from rayrm.data.intake import TRAIN, Rows, check_reports, check_unchanged, read_rows
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError, own_error
 from rayrm.preflight import check_before_start, with_absolute_paths
@@ -86,8 +86,16 @@ def fit_settled(
     datasets: Mapping[str, Any],
     *,
     on_board: Callable[[Any], None] = lambda board: None,
+    rows: Rows | None = None,
 ) -> FitResult:
-    """Train as ``fit`` does; ``on_board`` gets the actor that knows how far the run has come."""
+    """Train as ``fit`` does, for a caller who follows the run or has read its rows before.
+
+    Args:
+        settled: the configuration, its paths absolute.
+        datasets: as in ``fit``.
+        on_board: gets the actor that knows how far the run has come.
+        rows: what ``read_rows_with`` returned for a run whose ``data`` and tokenizer are these.
+    """
     handed = dict(datasets)
     check_before_start(settled, handed)
     folder = RunFolder(f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}")
@@ -97,32 +105,49 @@ def fit_settled(
     with folder.held():
         logger.info("starting Ray")
         with ray_running(settled.scaling):
-            return _fit(settled, handed, folder, on_board)
+            resources = resources_for(settled.scaling)
+            rows = rows or read_rows_with(resources, settled, handed)
+            return _fit(settled, rows, resources, folder, on_board)
+
+
+def resources_for(scaling: ScalingSection) -> Resources:
+    """Return what to ask of the Ray that runs, as it is now."""
+    return choose_resources(scaling, ray.cluster_resources(), ray.available_resources())
+
+
+def read_rows_with(
+    resources: Resources,
+    config: RunConfig,
+    handed: Mapping[str, Any],
+    *,
+    hold_train: bool = False,
+) -> Rows:
+    """Wait until a data task finds its CPU, then read as ``rayrm.data.intake.read_rows``."""
+    wait_for_data_task(resources, seconds=60 * config.scaling.timeout_minutes)
+    try:
+        return read_rows(
+            config,
+            handed,
+            cpus_per_task=resources.cpus_per_task,
+            rows_a_mark=_feed_plans(config, [TRAIN])[TRAIN].rows_a_mark,
+            hold_train=hold_train,
+        )
+    except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
+        raise (own_error(error) or error) from None
 
 
 def _fit(
     config: RunConfig,
-    handed: Mapping[str, Any],
+    rows: Rows,
+    resources: Resources,
     folder: RunFolder,
     on_board: Callable[[Any], None],
 ) -> FitResult:
-    resources = choose_resources(config.scaling, ray.cluster_resources(), ray.available_resources())
-    wait_for_data_task(resources, seconds=60 * config.scaling.timeout_minutes)
-    try:
-        streams = open_streams(config, handed, cpus_per_task=resources.cpus_per_task)
-        logger.info("reading the rows once, to account for each")
-        streams = hold_eval_sets(streams)
-        plans = _feed_plans(config, streams)
-        reports = {
-            name: stream.survey(rows_a_mark=plans[name].rows_a_mark)
-            for name, stream in streams.items()
-        }
-    except RayTaskError as error:  # our own errors arrive wrapped in the traceback of a task
-        raise (own_error(error) or error) from None
+    streams, reports = rows.streams, rows.reports
     may_go_on = bool(complete_checkpoints(folder))
     if may_go_on:
         check_unchanged(reports, (folder.read_json(REPORT) or {}).get("sources", {}))
-    _write_reports(reports, folder)
+    write_reports(reports, folder)
     check_reports(reports, config, kept_in=folder.path("dropped"))
     folder.write_json("config.json", dump_config(config))
     steps_per_epoch = ceil(reports[TRAIN].num_pairs / config.train.batch_size)
@@ -131,6 +156,7 @@ def _fit(
         num_steps = ceil(config.train.num_train_epochs * steps_per_epoch)
     board = start_board(config.train.save_minutes)
     on_board(board)
+    plans = _feed_plans(config, streams)
     feeds = {
         name: Feed.start(
             stream, replace(plans[name], marks=tuple(reports[name].marks)), order=OrderOf(board)
@@ -162,7 +188,7 @@ def _fit(
     return _as_fit_result(result, folder)
 
 
-def _write_reports(reports: Mapping[str, DataReport], folder: RunFolder) -> None:
+def write_reports(reports: Mapping[str, DataReport], folder: RunFolder) -> None:
     """Write the account of all rows, and the dropped ones themselves."""
     account = {label: told for r in reports.values() for label, told in r.as_dict().items()}
     folder.write_json(REPORT, {"sources": account})

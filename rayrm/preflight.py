@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from rayrm.config.loader import AnyConfig
-from rayrm.config.schema import RunConfig, SweepConfig
+from rayrm.config.schema import RunConfig, SearchSection, SweepConfig
 from rayrm.config.space import check_space
 from rayrm.data.columns import COLUMNS
 from rayrm.data.intake import eval_names
@@ -16,6 +16,14 @@ from rayrm.model.build import check_reward_model
 from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.schedule import check_schedule
 from rayrm.training.tracking import choose_mode, has_key
+
+_IN_FLIGHT = (
+    "train.learning_rate",
+    "train.weight_decay",
+    "train.max_grad_norm",
+    "loss.center_rewards_coefficient",
+    "loss.label_smoothing",
+)
 
 
 def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
@@ -52,11 +60,27 @@ def _faults_of_search(config: SweepConfig, datasets: Mapping[str, Any]) -> Itera
         yield f"search.metric: there is no {metric} without data.eval"
     else:
         yield from _faults_of_metric("search.metric", metric, list(eval_sets))
-    if config.search.scheduler == "asha" and config.train.eval_steps is None:
+    scheduler = config.search.scheduler
+    if scheduler != "none" and config.train.eval_steps is None:
         yield (
-            "search.scheduler: asha compares trials while they train: set train.eval_steps, or "
-            "take scheduler: none"
+            f"search.scheduler: {scheduler} compares trials while they train: set "
+            "train.eval_steps, or take scheduler: none"
         )
+    if scheduler == "pbt":
+        yield from _faults_of_population(config.search)
+
+
+def _faults_of_population(search: SearchSection) -> Iterator[str]:
+    for field in search.space:
+        if field not in _IN_FLIGHT:
+            yield (
+                f"search.space.{field}: pbt changes values while it trains, and cannot change "
+                f"this one; it can {', '.join(_IN_FLIGHT)}"
+            )
+    if search.repeats > 1:
+        yield "search.repeats: pbt judges a population, not configurations; leave it at 1"
+    if search.num_samples < 2:
+        yield "search.num_samples: a population has at least 2 trials"
 
 
 def _faults_of_data(config: RunConfig, datasets: dict[str, Any]) -> Iterator[str]:

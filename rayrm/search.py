@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 import ray
 import yaml
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
 from rayrm.cluster import ray_running
 from rayrm.config.loader import Source, differing_fields, dump_config, load_sweep, with_values
 from rayrm.config.schema import SearchSection, SweepConfig, WorkerRange
 from rayrm.config.space import draw_trials, trial_config
+from rayrm.data.intake import Rows, check_reports
 from rayrm.errors import ConfigError, RayrmError
+from rayrm.launch import read_rows_with, resources_for, write_reports
 from rayrm.preflight import check_before_start, check_search, with_absolute_paths
 from rayrm.proposals import Proposals, strategy_of
+from rayrm.schedulers import scheduler_for
 from rayrm.training.job import MODEL
 from rayrm.training.storage import RunFolder
-from rayrm.trial import TRIALS, SweepJob, Trial, trial_name
+from rayrm.trial import FINISHED, RUN, TRIALS, SweepJob, Trial, trial_name
 
 if TYPE_CHECKING:
     import pandas
@@ -38,6 +40,8 @@ _RESULT = "sweep.json"
 _TABLE = "trials.csv"
 _BEST = "best.yaml"
 _MAY_CHANGE = ("run.resume", "scaling.", "search.max_concurrent")
+_SAME_TOKENS = ("train.", "loss.", "model.lora.", "model.peft.", "model.disable_dropout")
+"""Fields by which trials may differ that train on the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,12 @@ def sweep(
     with store.held():
         _check_unchanged(store, settled)
         store.write_json("config.json", dump_config(settled))
+        os.environ.setdefault(
+            "RAY_AIR_NEW_OUTPUT", "0"
+        )  # the new kind prints boxes when told not to
         with ray_running(settled.scaling):
-            job = SweepJob(_settled_resources(settled), folder, handed)
+            shared = _settled_resources(settled, len(draws))
+            job = SweepJob(shared, folder, handed, _shared_rows(shared, handed, store))
             trials = _tuner(job, len(draws)).fit()
         return _answer(replace(job, config=settled), trials, len(draws))
 
@@ -104,7 +112,7 @@ def _check_unchanged(store: RunFolder, config: SweepConfig) -> None:
         )
 
 
-def _settled_resources(config: SweepConfig) -> SweepConfig:
+def _settled_resources(config: SweepConfig, configurations: int) -> SweepConfig:
     """Share the cluster out among the trials that run at a time.
 
     Raises:
@@ -119,7 +127,14 @@ def _settled_resources(config: SweepConfig) -> SweepConfig:
     fitting = int((total - min(1.0, total / 2)) // (workers * cpus)) if cpus else 1
     if gpus := (given or {}).get("GPU", 1.0 if config.scaling.use_gpu is True else 0.0):
         fitting = min(fitting, int(cluster.get("GPU", 0.0) // (workers * gpus)))
-    concurrent = config.search.max_concurrent or max(fitting, 1)
+    is_population = config.search.scheduler == "pbt"
+    default = configurations if is_population else max(fitting, 1)
+    concurrent = config.search.max_concurrent or default
+    if is_population and concurrent < configurations:
+        raise ConfigError(
+            f"search.max_concurrent: pbt trains its whole population at a time: give "
+            f"{configurations}, or search.num_samples={concurrent}"
+        )
     if given is not None and concurrent > fitting:
         raise ConfigError(
             f"search.max_concurrent: {concurrent} trials x {workers} workers x {given} and 1 CPU "
@@ -133,6 +148,21 @@ def _settled_resources(config: SweepConfig) -> SweepConfig:
         scaling = scaling.model_copy(update={"resources_per_worker": each})
     search = config.search.model_copy(update={"max_concurrent": concurrent})
     return config.model_copy(update={"scaling": scaling, "search": search})
+
+
+def _shared_rows(config: SweepConfig, handed: Mapping[str, Any], store: RunFolder) -> Rows | None:
+    """Tokenize once what all trials train on, unless the search changes tokens or rows.
+
+    Raises:
+        DataError: a set has no usable pair, or a bad row is to stop the sweep.
+    """
+    if changed := [field for field in config.search.space if not field.startswith(_SAME_TOKENS)]:
+        logger.info("each trial reads and tokenizes its own rows: %s may change them", changed[0])
+        return None
+    rows = read_rows_with(resources_for(config.scaling), config, handed, hold_train=True)
+    write_reports(rows.reports, store)
+    check_reports(rows.reports, config, kept_in=store.path("dropped"))
+    return rows
 
 
 def _tuner(job: SweepJob, configurations: int) -> tune.Tuner:
@@ -151,7 +181,7 @@ def _tuner(job: SweepJob, configurations: int) -> tune.Tuner:
             mode=search.mode,
             num_samples=configurations * search.repeats,
             search_alg=Proposals(strategy, configurations, search),
-            scheduler=_scheduler(job.config),
+            scheduler=scheduler_for(job.config),
             max_concurrent_trials=search.max_concurrent,
             time_budget_s=None if search.time_budget is None else 60 * search.time_budget,
             trial_name_creator=_name_of,
@@ -171,12 +201,6 @@ def _name_of(trial: Any) -> str:
     return trial_name(trial.config["number"], trial.config["repeat"])
 
 
-def _scheduler(config: SweepConfig) -> TrialScheduler:
-    if config.search.scheduler == "none":
-        return FIFOScheduler()
-    return ASHAScheduler(time_attr="step", grace_period=config.train.eval_steps or 1, max_t=10**9)
-
-
 class _Told(tune.Callback):
     """Tells of each trial's evaluations and end."""
 
@@ -190,9 +214,10 @@ class _Told(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
     ) -> None:
-        """A trial was evaluated."""
+        """A trial was evaluated, or is finished."""
         value = result.get(self._metric, math.nan)
-        logger.info("trial %s step %s  %s %.4g", trial, result.get("step"), self._metric, value)
+        at = "finished" if result.get(FINISHED) else f"step {result.get('step')}"
+        logger.info("trial %s %s  %s %.4g", trial, at, self._metric, value)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
         """A trial failed."""
@@ -218,7 +243,7 @@ def _answer(job: SweepJob, trials: tune.ResultGrid, configurations: int) -> Swee
     judged = judge(finished, search)
     best = judged[0]
     chosen = best_row([row for row in finished if row["number"] == best["number"]], search)
-    model_dir = _copy_model(folder, chosen["trial"])
+    model_dir = _copy_model(folder, Path(chosen["run_dir"]))
     run = trial_config(job.config, {field: chosen[field] for field in search.space})
     named = {"run.name": "best", "run.seed": run.run.seed + chosen["repeat"]}
     best_config = dump_config(with_values(run, named))
@@ -240,9 +265,10 @@ def _answer(job: SweepJob, trials: tune.ResultGrid, configurations: int) -> Swee
 
 def _row(job: SweepJob, trial: tune.Result) -> dict[str, Any]:
     """Tell of one trial what its run's folder has."""
-    told = trial.config or {}
-    name = trial_name(told["number"], told["repeat"])
-    run = RunFolder(f"{job.folder}/{TRIALS}/{name}")
+    name = Path(trial.path).name
+    number, repeat = map(int, name.split("-"))
+    drawn = RunFolder(trial.path).read_json("params.json") or {"values": {}}  # if it was started
+    run = RunFolder(f"{job.folder}/{TRIALS}/{(trial.metrics or {}).get(RUN, name)}")
     result = run.read_json("result.json")
     metrics: dict[str, Any] = {}
     for line in run.read_lines("metrics.jsonl"):
@@ -253,10 +279,10 @@ def _row(job: SweepJob, trial: tune.Result) -> dict[str, Any]:
     status = "finished" if result is not None else "stopped" if error is None else "failed"
     return {
         "trial": name,
-        "number": told["number"],
-        "repeat": told["repeat"],
+        "number": number,
+        "repeat": repeat,
         "status": status,
-        **told["values"],
+        **{field: drawn["values"].get(field) for field in job.config.search.space},
         job.config.search.metric: metrics.get(job.config.search.metric),
         "step": metrics.get("step"),
         "seconds": None if result is None else result["seconds_in_steps"],
@@ -304,9 +330,9 @@ def _sign(search: SearchSection) -> int:
     return 1 if search.mode == "max" else -1
 
 
-def _copy_model(folder: Path, trial: str) -> str:
+def _copy_model(folder: Path, run: Path) -> str:
     """Copy a trial's model to the sweep's folder; an adapter names the copy of its base."""
-    source = folder / TRIALS / trial / MODEL
+    source = run / MODEL
     with RunFolder(str(folder)).building(MODEL) as place:
         shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
         adapter = Path(place, "adapter_config.json")

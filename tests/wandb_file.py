@@ -26,6 +26,16 @@ def read_wandb_file(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return config, history
 
 
+def read_wandb_group(path: Path) -> str:
+    """Return the name of the group that the run is in."""
+    group = ""
+    for payload in _records(path.read_bytes()):
+        record = _MESSAGES.Record()
+        record.ParseFromString(payload)
+        group = record.run.run_group or group
+    return group
+
+
 def _row(items: Any) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for item in items:

@@ -524,8 +524,10 @@ class SearchSection(Section):
     """Evaluation metric that decides."""
     mode: Literal["max", "min"] = "max"
     """Whether more of the metric is better, or less."""
-    scheduler: Literal["none", "asha"] = "asha"
-    """asha stops the worse trials on their way (three of four at each rung); none trains all."""
+    scheduler: Literal["none", "asha", "hyperband", "pbt"] = "asha"
+    """asha stops the worse trials on their way (three of four at each rung); hyperband does, with
+    first rungs of three heights; pbt has the worst quarter go on from the best quarter's weights
+    with changed values, all at a time; none trains all."""
     searcher: Literal["random", "optuna"] = "random"
     """random draws every configuration beforehand; optuna (`pip install 'rayrm[tune]'`) draws where
     those that ended promise most."""

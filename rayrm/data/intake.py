@@ -4,11 +4,12 @@ import itertools
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rayrm.config.schema import RunConfig, Source
 from rayrm.data.pipeline import PairStream, check_report, tokenize_rows
-from rayrm.data.report import DataReport
+from rayrm.data.report import ROWS_A_MARK, DataReport
 from rayrm.data.sources import RawRows, hand_over, open_sources
 from rayrm.errors import DataError
 
@@ -51,9 +52,43 @@ def open_streams(
     }
 
 
-def hold_eval_sets(streams: Mapping[str, PairStream]) -> dict[str, PairStream]:
-    """Keep evaluation sets tokenized in the object store, since they are read many times."""
-    return {name: stream if name == TRAIN else stream.held() for name, stream in streams.items()}
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All data sets of a run by name, each row of them accounted for."""
+
+    streams: Mapping[str, PairStream]
+    reports: Mapping[str, DataReport]
+
+
+def read_rows(
+    config: RunConfig,
+    handed: Mapping[str, Any],
+    *,
+    cpus_per_task: float,
+    rows_a_mark: int,
+    hold_train: bool = False,
+) -> Rows:
+    """Open all data sets and read them once, to account for each row.
+
+    Evaluation sets are read many times, and are kept tokenized in the object store; with
+    ``hold_train`` the training rows are, too.
+
+    Raises:
+        ConfigError: a source does not exist, or handed-over rows are of an unknown type.
+        DataError: a source cannot be read.
+    """
+    streams = open_streams(config, handed, cpus_per_task=cpus_per_task)
+    logger.info("reading the rows once, to account for each")
+    streams = {
+        name: stream.held() if hold_train or name != TRAIN else stream
+        for name, stream in streams.items()
+    }
+    marks = {TRAIN: rows_a_mark}
+    reports = {
+        name: stream.survey(rows_a_mark=marks.get(name, ROWS_A_MARK))
+        for name, stream in streams.items()
+    }
+    return Rows(streams, reports)
 
 
 def check_reports(reports: Mapping[str, DataReport], config: RunConfig, *, kept_in: str) -> None:

@@ -69,6 +69,8 @@ class PairStream:
 
     def held(self) -> "PairStream":
         """Return the same rows, tokenized once and kept in the object store."""
+        if self.tokenize is None:
+            return self
         return PairStream(self.files, self.dataset().materialize(), tokenize=None)
 
     def survey(self, *, rows_a_mark: int = ROWS_A_MARK) -> DataReport:
