@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rayrm.config.fields import is_secret_name, secret_remedy
-from rayrm.config.reference import child, dotted_fields, fields_of, root, type_in_words
+from rayrm.config.reference import child, dotted_fields, fields_of, root, tags_of, type_in_words
 
 _QUOTE = "put it in quotes if it is text"
 
@@ -37,9 +37,14 @@ def shown(value: Any) -> str:
 def _fault(details: ErrorDetails) -> tuple[str, str]:
     loc, kind, given = details["loc"], details["type"], details["input"]
     if kind == "extra_forbidden":
-        return dotted(loc), _unknown_key(loc)
+        path = [*_locate(loc[:-1])[0], loc[-1]]
+        return dotted(path), _unknown_key(loc, dotted(path))
     path, node = _locate(loc)
     context = details.get("ctx", {})
+    if kind.startswith("union_tag"):
+        path, tags = [*path, "type"], ", ".join(tags_of(node))
+        found = f'got "{context["tag"]}",' if "tag" in context else "missing;"
+        return dotted(path), f"{found} expected one of {tags}"
     expected = type_in_words(node)
     if kind == "value_error":
         text = str(context["error"])
@@ -59,18 +64,20 @@ def _fault(details: ErrorDetails) -> tuple[str, str]:
 
 
 def _locate(loc: tuple[str | int, ...]) -> tuple[list[str | int], dict[str, Any]]:
-    """The part of pydantic's location that a user wrote, up to its first tag, and its schema."""
+    """The part of pydantic's location that a user wrote, and its schema: no tag of a union."""
     path, node = list[str | int](), root()
     for part in loc:
-        inner = child(node, part)
-        if inner is None:
+        if (inner := child(node, part)) is not None:
+            path, node = [*path, part], inner
+        elif isinstance(part, str) and part in (tags := tags_of(node)):
+            node = tags[part]
+        else:
             break
-        path, node = [*path, part], inner
     return path, node
 
 
-def _unknown_key(loc: tuple[str | int, ...]) -> str:
-    path, name = dotted(loc), str(loc[-1])
+def _unknown_key(loc: tuple[str | int, ...], path: str) -> str:
+    name = str(loc[-1])
     if path == "search":
         return "sweeps run with python -m rayrm.tune"
     if is_secret_name(name):

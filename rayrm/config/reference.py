@@ -24,9 +24,19 @@ def alternatives(node: Node) -> list[Node]:
     """Everything that may stand here: unions opened, references followed."""
     if "$ref" in node:
         return alternatives(root()["$defs"][node["$ref"].rpartition("/")[2]])
-    if "anyOf" in node:
-        return [found for option in node["anyOf"] for found in alternatives(option)]
+    options = node.get("anyOf") or node.get("oneOf")
+    if options:
+        return [found for option in options for found in alternatives(option)]
     return [node]
+
+
+def tags_of(node: Node) -> dict[str, Node]:
+    """The sections that may stand here by the ``type`` that tells them apart."""
+    return {tag: option for option in alternatives(node) if (tag := _tag(option)) is not None}
+
+
+def _tag(option: Node) -> str | None:
+    return option.get("properties", {}).get("type", {}).get("const")
 
 
 def fields_of(node: Node) -> Node:
@@ -108,11 +118,15 @@ def _option_in_words(option: Node) -> str:
         case {"type": "string"}:
             return f"text matching {option['pattern']}" if "pattern" in option else "text"
         case {"type": "array"}:
-            return f"list of {_grouped(type_in_words(option['items']))}"
+            words = f"list of {_grouped(type_in_words(option['items']))}"
+            return f"{words}, not empty" if option.get("minItems") else words
         case {"properties": fields}:
-            return f"{{{', '.join(fields)}}}"
+            tag = _tag(option)
+            names = [name for name in fields if tag is None or name != "type"]
+            return f"{{{', '.join(names if tag is None else [f'type: {tag}', *names])}}}"
         case {"type": "object"}:
-            return f"mapping of names to {_grouped(type_in_words(_values_of(option) or {}))}"
+            words = f"mapping of names to {_grouped(type_in_words(_values_of(option) or {}))}"
+            return f"{words}, not empty" if option.get("minProperties") else words
         case {"type": kind}:
             bounds = [f"{sign} {option[key]}" for key, sign in _BOUNDS.items() if key in option]
             return " ".join([_PLAIN[kind], " and ".join(bounds)]).strip()

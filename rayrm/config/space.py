@@ -25,6 +25,9 @@ from rayrm.errors import ConfigError
 Values = dict[str, Any]
 """A trial's values by dotted field."""
 
+_NOT_TRAINED = ("run.", "tracking.", "scaling.", "search.")
+_GOLDEN = 0.381966
+"""Share of a range at which there is hardly a whole number."""
 _RANK, _ALPHA = "model.lora.r", "model.lora.lora_alpha"
 
 
@@ -38,7 +41,7 @@ def trial_config(config: SweepConfig, values: Mapping[str, Any]) -> RunConfig:
         ConfigError: the values do not fit the schema, or each other.
     """
     placed = dict(values)
-    if _RANK in placed and _ALPHA not in placed:
+    if isinstance(placed.get(_RANK), int) and _ALPHA not in placed:
         lora = config.model.lora or LoraSection()
         placed[_ALPHA] = placed[_RANK] * lora.lora_alpha / lora.r
     return with_values(config, placed)
@@ -55,13 +58,16 @@ def check_space(config: SweepConfig) -> None:
     faults: list[str] = []
     others: list[str] = []
     for field, distribution in space.items():
-        if field.startswith("search."):
-            faults.append(f"search.space.{field}: a search cannot search itself")
+        if field.startswith(_NOT_TRAINED):
+            faults.append(
+                f"search.space.{field}: trials differ in what they train, not in {field}; "
+                "leave it out"
+            )
             continue
         for value in _ends(distribution):
             lines = _faults_of_trial(config, {**first, field: value})
             if own := [line for line in lines if _is_about(line, field)]:
-                faults.append(f"search.space.{field}: {value!r}: {own[0]}")
+                faults.append(f"search.space.{field}: {_named(value, distribution)}: {own[0]}")
                 break
             others += lines
     faults = faults or [f"search.space: {line}" for line in dict.fromkeys(others)]
@@ -104,7 +110,15 @@ def _ends(distribution: Distribution) -> Iterator[Any]:
         case RandInt(low=low, high=high):
             yield from (low, high - 1)
         case Uniform(low=low, high=high) | LogUniform(low=low, high=high):
-            yield from (low, high)
+            yield from (low, high, low + _GOLDEN * (high - low))
+
+
+def _named(value: Any, distribution: Distribution) -> str:
+    if isinstance(distribution, Uniform | LogUniform):
+        low, high = distribution.low, distribution.high
+        if value not in (low, high):
+            return f"a number between {low!r} and {high!r}"
+    return repr(value)
 
 
 def grid_size(search: SearchSection) -> int:

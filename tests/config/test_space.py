@@ -99,7 +99,23 @@ def test_a_grid_is_gone_through_and_other_fields_are_drawn_for_each_point():
         ),
         (
             {"search.num_samples": {"type": "randint", "low": 1, "high": 3}},
-            "search.space.search.num_samples: a search cannot search itself",
+            "search.space.search.num_samples: trials differ in what they train",
+        ),
+        (
+            {"run.name": {"type": "choice", "values": ["a", "b"]}},
+            "search.space.run.name: trials differ in what they train",
+        ),
+        (
+            {"model.lora.r": {"type": "choice", "values": [2, "two"]}},
+            "search.space.model.lora.r: 'two': model.lora.r: got \"two\", expected whole number",
+        ),
+        (
+            {"model.lora.r": {"type": "uniform", "low": 4, "high": 8}},
+            "search.space.model.lora.r: a number between 4.0 and 8.0: model.lora.r: got ",
+        ),
+        (
+            {"train.batch_size": {"type": "log_uniform", "low": 1, "high": 8}},
+            "search.space.train.batch_size: a number between 1.0 and 8.0: train.batch_size: got ",
         ),
     ],
 )
@@ -163,9 +179,39 @@ def test_a_grid_that_is_too_large_is_refused_with_both_numbers():
     ("section", "told"),
     [
         ({"space": {"a.b": {"type": "uniform", "low": 2, "high": 1}}}, "low is 2, not below high"),
-        ({"space": {"a.b": {"type": "choice", "values": []}}}, "search.space"),
-        ({"space": {"a.b": {"type": "normal", "low": 2}}}, "search.space"),
-        ({"space": {}}, "search.space"),
+        (
+            {"space": {"a.b": {"type": "choice", "values": []}}},
+            r"search\.space\.a\.b\.values: got \[\], expected list of any value, not empty",
+        ),
+        (
+            {"space": {"a.b": {"type": "choice", "values": 2}}},
+            r"search\.space\.a\.b\.values: got 2, expected list of any value, not empty",
+        ),
+        (
+            {"space": {"a.b": {"type": "normal", "low": 2}}},
+            r'search\.space\.a\.b\.type: got "normal", expected one of uniform, log_uniform, ',
+        ),
+        (
+            {"space": {"a.b": {"low": 2}}},
+            r"search\.space\.a\.b\.type: missing; expected one of uniform, log_uniform, randint, ",
+        ),
+        (
+            {"space": {"a.b": {"type": "uniform", "low": "a", "high": 2}}},
+            r'search\.space\.a\.b\.low: got "a", expected number',
+        ),
+        (
+            {"space": {"a.b": {"type": "log_uniform", "low": 0, "high": 2}}},
+            r"search\.space\.a\.b\.low: got 0, expected number > 0",
+        ),
+        (
+            {"space": {"a.b": {"type": "uniform", "low": 0, "hihg": 2}}},
+            r"search\.space\.a\.b\.hihg: unknown key; did you mean high\?",
+        ),
+        (
+            {"space": {"a.b": 3}},
+            r"search\.space\.a\.b: got 3, expected \{type: uniform, low, high\} or ",
+        ),
+        ({"space": {}}, r"search\.space: got \{\}, expected mapping of names to .*, not empty"),
         ({"num_sample": 3}, "search.num_sample: unknown key; did you mean num_samples?"),
     ],
 )
