@@ -48,6 +48,10 @@ _NEED_MORE = {
     PeftType.OSF: "it changes the gradients of whole weights",
 }
 """Methods that wrap layers and cannot be trained by optimizer steps alone."""
+_REFUSALS = (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError)
+"""How peft's methods say that fields do not fit each other or the model."""
+_FRESH = ("gaussian", "orthogonal")
+"""Ways to draw LoRA's weights that leave the base as it is."""
 
 
 def add_adapter(
@@ -137,9 +141,10 @@ def _peft_config(fields: dict[str, Any]) -> PeftConfig:
         raise ConfigError(f"model.peft: peft_type {name} is none of {', '.join(known)}")
     _check_kind(PeftType(name), "model.peft")  # first: it may ask for fields that change nothing
     _check_types(fields, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(name)])
+    _check_fields(fields)
     try:
         return get_peft_config({**fields, "peft_type": name})
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         raise ConfigError(f"model.peft: {error}") from error
 
 
@@ -155,6 +160,23 @@ def _check_types(fields: dict[str, Any], config_class: type[PeftConfig]) -> None
             raise ConfigError(
                 f"model.peft.{name}: got {shown(fields[name])}, expected {expected}"
             ) from error
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Refuse what peft takes and what cannot be trained, or reloaded, as it is done here."""
+    if fields.get("inference_mode"):
+        raise ConfigError("model.peft.inference_mode: true trains nothing; leave it out")
+    if fields.get("trainable_token_indices") is not None:
+        raise ConfigError(
+            "model.peft.trainable_token_indices: peft reads rows of embeddings that ZeRO-3 has "
+            "parted; train the embeddings whole: modules_to_save: [embed_tokens]"
+        )
+    begins_as = fields.get("init_lora_weights", True)
+    if isinstance(begins_as, str) and begins_as not in _FRESH:
+        raise ConfigError(
+            f"model.peft.init_lora_weights: {begins_as} changes the base or looks at data first; "
+            f"take true, false, {' or '.join(_FRESH)}"
+        )
 
 
 def _check_names(config: Any, classifier: PreTrainedModel, field: str) -> None:
@@ -217,7 +239,7 @@ def _wrap(
     try:
         with gather(looked_at):
             wrapped = get_peft_model(classifier, given, autocast_adapter_dtype=False)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except _REFUSALS as error:
         raise ConfigError(f"{field}: {error}") from error
     return cast("PeftModel", wrapped)
 
@@ -234,6 +256,7 @@ def reload_adapter(
     It is in the adapter, or in a file beside it; else the classifier's stays: nothing is told.
     """
     config: Any = read_adapter_config(adapter_path)
+    _tell_of_another_base(config, classifier, adapter_path)
     hidden_size = getattr(classifier.get_submodule(head), "in_features", None)
     beside = find_head(adapter_path, field="model.adapter_path", hidden_size=hidden_size)
     config.task_type, config.inference_mode = None, False
@@ -258,6 +281,24 @@ def reload_adapter(
     if beside is None:
         logger.info("%s has no head: %s stay as in the model", adapter_path, ", ".join(new_head))
     return wrapped, str(beside or "")
+
+
+def _tell_of_another_base(
+    config: PeftConfig, classifier: PreTrainedModel, adapter_path: str
+) -> None:
+    """Warn where base and model have other names: weights of one shape fit either."""
+    base, model = str(config.base_model_name_or_path), str(classifier.name_or_path)
+    if base != model and not _same_files(base, model):
+        logger.warning(
+            "model.adapter_path: the adapter at %s was trained on %s, and goes on with %s",
+            adapter_path, base, model,
+        )  # fmt: skip
+
+
+def _same_files(one: str, other: str) -> bool:
+    """Whether two folders hold the same weights: an exported adapter's base is links to them."""
+    files = [[*Path(folder).glob("model*.safetensors")] for folder in (one, other)]
+    return all(files) and all(any(file.samefile(twin) for twin in files[1]) for file in files[0])
 
 
 def _read_weights(adapter_path: str) -> dict[str, Tensor]:

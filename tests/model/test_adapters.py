@@ -132,6 +132,17 @@ def test_an_adapter_without_a_head_trains_that_of_the_model(base: Path, tmp_path
     assert torch.equal(weight, built(base).classifier.score.weight)  # that of the base
 
 
+def test_an_adapter_of_a_base_with_another_name_is_gone_on_with_and_told(
+    base: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built(base, adapter_path=str(adapter))
+    assert "was trained on" not in caplog.text
+    other = tiny_llama_folder(tmp_path / "other", word_tokenizer(), seed=1, num_labels=1)
+    built(other, adapter_path=str(adapter))
+    assert f"was trained on {base}" in caplog.text
+    assert str(other) in caplog.text
+
+
 @pytest.mark.parametrize(
     ("peft", "told"),
     [
@@ -144,6 +155,12 @@ def test_an_adapter_without_a_head_trains_that_of_the_model(base: Path, tmp_path
         ({"peft_type": "LORA", "use_rslora": "no"}, 'use_rslora: got "no", expected bool'),
         ({"peft_type": "LOHA", "target_modules": 3}, "target_modules: got 3, expected"),
         ({"peft_type": "LORA", "target_modules": "*_proj"}, "no regular expression"),
+        ({"peft_type": "LOHA", "modules_to_save": 7}, "modules_to_save: got 7, expected"),
+        ({"peft_type": "LORA", "inference_mode": True}, "inference_mode: true trains nothing"),
+        ({"peft_type": "LORA", "trainable_token_indices": [5]}, "trainable_token_indices: "),
+        ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "init_lora_weights: pissa changes"),
+        ({"peft_type": "LORA", "init_lora_weights": "olora"}, "init_lora_weights: olora changes"),
+        ({"peft_type": "LORA", "init_lora_weights": "eva"}, "init_lora_weights: eva "),
     ],
 )
 def test_a_method_that_does_not_work_is_refused_before_the_start(
@@ -183,6 +200,7 @@ def test_a_name_that_no_module_has_is_refused_with_those_there_are(
         {"lora": {"target_modules": ".*layers.0.*_proj", "modules_to_save": ["score"]}},
         {"peft": {"peft_type": "LORA", "modules_to_save": ["embed_tokens", "model.norm"]}},
         {"peft": {"peft_type": "LOKR", "target_modules": "all-linear", "alpha": 2}},
+        {"peft": {"peft_type": "LORA", "init_lora_weights": "orthogonal"}},
     ],
 )
 def test_any_spelling_of_a_module_that_peft_knows_is_taken(
