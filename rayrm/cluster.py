@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rayrm.config.schema import ScalingSection
-from rayrm.errors import ConfigError, RayrmError
+from rayrm.errors import ConfigError, RayrmError, own_error
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +112,27 @@ def children_in_own_group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_ray_data() -> Iterator[None]:
-    """Keep Ray Data's plans and statistics off the terminal; its bars and warnings stay."""
+    """Keep Ray Data's plans and statistics off the terminal; its bars and warnings stay.
+
+    So do the tracebacks of errors that are told in a sentence.
+    """
     data_logger = logging.getLogger("ray.data")
-    level = data_logger.level
+    level, handlers = data_logger.level, [*data_logger.handlers]
     data_logger.setLevel(logging.WARNING)
+    for handler in handlers:
+        handler.addFilter(_is_not_ours)
     try:
         yield
     finally:
         data_logger.setLevel(level)
+        for handler in handlers:
+            handler.removeFilter(_is_not_ours)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Whether a log record is about no error of ours, which it may be while it is handled."""
+    told = record.exc_info or sys.exc_info()
+    return own_error(told[1]) is None
 
 
 @contextlib.contextmanager

@@ -10,6 +10,14 @@ RayrmError
 class RayrmError(Exception):
     """Base of every error that rayrm raises on purpose; its text names the place and the remedy."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        """Return the text as it was raised: Ray Data adds its own remedies to the arguments."""
+        return self.message
+
 
 class ConfigError(RayrmError):
     """The configuration or the command line is wrong; nothing was started."""

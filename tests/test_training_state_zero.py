@@ -1,6 +1,8 @@
 """Under every ZeRO stage, what was saved on two ranks goes on, on two and on three."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FOREIGN = [("stage 3", LORA), (LORA, "stage 3"), ("stage 0", "nothing")]
 """A model, and the checkpoint that it is to load."""
+FLIPPED = [("stage 3", "flipped")]
 SAVED_AT, NUM_STEPS = 2, 5
 
 
@@ -38,7 +41,22 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         name: [losses_of(case, place / name, resume=resume) for resume in job["resume"]]
         for name, case in CASES.items()
     }
-    return {"losses": losses, "foreign": [told_of(*names, place) for names in FOREIGN]}
+    refused = [told_of(*names, place) for names in job["refused"]]
+    return {"losses": losses, "refused": refused}
+
+
+def flip_a_bit(checkpoint: Path, copy: Path, *, key: str) -> None:
+    """Copy a checkpoint with one bit of one tensor turned, which changes no size."""
+    shutil.copytree(checkpoint, copy)
+    for path in copy.glob("state-*.safetensors"):
+        content = bytearray(path.read_bytes())
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        if key in header:
+            content[8 + length + header[key]["data_offsets"][0]] ^= 1
+            path.write_bytes(content)
+            return
+    raise AssertionError(f"there is no {key}")
 
 
 def told_of(model: str, checkpoint: str, place: Path) -> str:
@@ -87,9 +105,12 @@ def losses_of(case: dict[str, Any], checkpoint: Path, *, resume: bool) -> list[f
 
 def test_losses_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     tiny_llama_folder(tmp_path / "model", word_tokenizer())  # no size of it is divided by three
-    job = {"folder": str(tmp_path), "resume": [False, True]}
+    job = {"folder": str(tmp_path), "resume": [False, True], "refused": FOREIGN}
     on_two = in_world(train, job, num_ranks=2, folder=tmp_path)
-    on_three = in_world(train, job | {"resume": [True]}, num_ranks=3, folder=tmp_path)
+    flip_a_bit(tmp_path / "stage 3", tmp_path / "flipped", key="weight.model.norm.weight")
+    on_three = in_world(
+        train, job | {"resume": [True], "refused": FLIPPED}, num_ranks=3, folder=tmp_path
+    )
     for name, (undisturbed, resumed) in on_two["losses"].items():
         expected = undisturbed[SAVED_AT:]
         assert expected[-1] != expected[0]
@@ -98,8 +119,11 @@ def test_losses_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
             tolerance = 2e-2 if "bfloat16" in name else 1e-5
             found = on_three["losses"][name][0]
             assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), name
-    lora, full, nothing = on_two["foreign"]
+    lora, full, nothing = on_two["refused"]
     assert "is missing, and [" in lora
     assert "of another model; give another run.name" in lora
     assert "is missing, and [" in full
     assert "cannot be read" in nothing
+    (flipped,) = on_three["refused"]
+    assert "weight.model.norm.weight is not as it was saved" in flipped
+    assert "remove this checkpoint to go on from the one before" in flipped

@@ -26,6 +26,7 @@ from rayrm.data.messages import (
     check_ends_in_reply,
     is_transcript,
     num_shared_turns,
+    opens_as_transcript,
     put_behind_prompt,
     read_messages,
     read_transcript,
@@ -93,7 +94,8 @@ def _transcripts(row: Row) -> Pair | None:
     if (texts := _texts(row)) is None:
         return None
     prompt, chosen, rejected = texts
-    if is_transcript(chosen) and is_transcript(rejected):
+    sides = (chosen, rejected)
+    if any(map(is_transcript, sides)) and all(map(opens_as_transcript, sides)):
         if prompt.strip() not in chosen or prompt.strip() not in rejected:
             refuse("different_prompt", "the transcripts do not contain the prompt")
         transcripts = (chosen, rejected)

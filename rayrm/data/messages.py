@@ -17,7 +17,7 @@ def read_messages(value: Json, place: str, *, role: str) -> list[Message]:
     """Read messages, a single message, or text, which is one turn of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value.keys() & {"role", "from"}:
         value = [value]
     if not isinstance(value, list):
         refuse("wrong_type", f"{place} is {in_words(value)}, not text or a list of messages")
@@ -79,6 +79,11 @@ def _from_sharegpt(message: Message, place: str) -> Message:
 def is_transcript(text: str) -> bool:
     r"""Whether the text is laid out as in HH-RLHF: "\n\nHuman: ...\n\nAssistant: ..."."""
     return _TRANSCRIPT.match(text) is not None
+
+
+def opens_as_transcript(text: str) -> bool:
+    """Whether the text begins as a transcript does, though nobody may have answered yet."""
+    return text.lstrip().startswith("Human:")
 
 
 def read_transcript(text: str) -> list[Message]:

@@ -178,7 +178,7 @@ def _parse(text: bytes, columns: dict[str, str]) -> Pair | Drop:
     try:
         return parse_line(text.decode("utf-8"), columns)
     except UnicodeDecodeError as error:
-        return Drop("unparsable", f"not UTF-8 at byte {error.start}")
+        return Drop("unparsable", f"not UTF-8 at byte {error.start}; save the file as UTF-8")
 
 
 @lru_cache(maxsize=2)

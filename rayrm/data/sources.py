@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import ray.data
 
 from rayrm.config.schema import Source
+from rayrm.data.columns import COLUMNS
 from rayrm.data.synthetic import generate_pairs
 from rayrm.errors import ConfigError, DataError
 
@@ -27,6 +28,7 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet",
 }  # fmt: skip
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_NO_ROWS = "no file of rows (.jsonl, .json or .parquet, also .gz)"
 _ROWS_A_CHUNK = 256
 _BLOCK_BYTES = 1 << 20
 """Raw rows travel in blocks of about this size: small enough to tokenize one file in parallel."""
@@ -129,6 +131,8 @@ def list_files(path: str, *, label: str, field: str) -> list[RowFile]:
         paths = _expand_url(path) if "://" in path else _expand(path)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{field}: cannot open {path} ({error})") from error
+    if not paths and "://" not in path and os.path.isdir(path):
+        raise ConfigError(f"{field}: the folder {path} holds {_NO_ROWS}")
     if not paths:
         raise ConfigError(f"{field}: no such file, folder or match: {path}")
     files = []
@@ -153,10 +157,17 @@ def _kind_of(path: str) -> Kind | None:
 def _expand(path: str) -> list[str]:
     """Return the files that a local path, folder or glob stands for, sorted."""
     if os.path.isdir(path):
-        found = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-        return sorted(os.path.abspath(p) for p in found if os.path.isfile(p) and _kind_of(p))
-    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-    return sorted(os.path.abspath(p) for p in found if os.path.isfile(p))
+        inside = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
+        found = [place for place in inside if _kind_of(place)]
+    else:
+        found = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)
+    files = [place for place in found if not os.path.isdir(place)]
+    for place in files:
+        if not os.path.exists(place):
+            raise OSError(f"{place} is a link to {os.readlink(place)}, which is not there")
+        if not os.path.isfile(place):
+            raise OSError(f"{place} is no file but a pipe, a socket or a device")
+    return sorted(os.path.abspath(place) for place in files)
 
 
 def _expand_url(url: str) -> list[str]:
@@ -239,7 +250,9 @@ def read_rows(file: RowFile) -> Iterator[tuple[int, bytes]]:
         else:
             yield from _read_lines(file.path)
     except (OSError, EOFError, pa.ArrowInvalid) as error:
-        raise DataError(f"{file.path}: cannot be read ({error})") from error
+        raise DataError(
+            f"{file.path}: cannot be read ({error}); is it whole, and what its name says?"
+        ) from error
 
 
 def _find(path: str) -> tuple[pafs.FileSystem, str]:
@@ -278,14 +291,33 @@ def _read_json(path: str) -> Iterator[tuple[int, bytes]]:
     with _open(path) as stream:
         text = stream.read().removeprefix(b"\xef\xbb\xbf")
     if not text.lstrip().startswith(b"["):
+        _check_no_wrapper(path, text)
         yield from _read_lines(path)  # many .json files hold a row a line
         return
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a JSON list of rows ({error})") from error
+        raise DataError(
+            f"{path}: not a JSON list of rows ({error}); mend it there, or write a row a line"
+        ) from error
     for number, row in enumerate(rows):
         yield number, _to_json(row)
+
+
+def _check_no_wrapper(path: str, text: bytes) -> None:
+    """Refuse a file that is one object around its rows: which of its lists they are is a guess."""
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        return  # a row a line, or lines that will each be told of
+    if not isinstance(whole, dict) or whole.keys() & COLUMNS:
+        return
+    lists = [name for name, value in whole.items() if isinstance(value, list)]
+    if lists and all(isinstance(row, dict) for row in whole[lists[0]]):
+        raise DataError(
+            f"{path}: one object, whose {lists[0]} may be the rows; rows are expected as a list or "
+            "a line each: write out that list alone"
+        )
 
 
 def _read_parquet(path: str) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rayrm.data.pairs import Conversation, Drop, Pair
+from rayrm.data.pairs import Conversation, Drop, Message, Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,13 +98,25 @@ class PairTokenizer:
                 "the tokenizer has no chat template; name one in model.chat_template_path",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                side.messages, tools=side.tools or None, tokenize=False, **side.chat_template_kwargs
-            )
+            text = self._render(side, side.messages)
+            *before, reply = side.messages
+            if "tool_calls" in reply:
+                said = {key: value for key, value in reply.items() if key != "tool_calls"}
+                if self._render(side, [*before, said]) == text:
+                    return Drop(
+                        "template_error",
+                        "the chat template leaves out the tool calls of the reply; give one that "
+                        "renders them in model.chat_template_path",
+                    )
         except Exception as error:  # a template is a program: what it raises is its own affair
             reason = str(error).strip().split("\n")[0][:200]
             return Drop("template_error", f"{type(error).__name__}: {reason}")
         return _Rendered(text)
+
+    def _render(self, side: Conversation, messages: list[Message]) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=side.tools or None, tokenize=False, **side.chat_template_kwargs
+        )
 
     def _batch(self, texts: Iterable[str], *, special: bool) -> list[list[int]]:
         texts = list(texts)

@@ -31,6 +31,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square (Kingma and Ba 2014)."""
 KINDS = (WEIGHT, *MOMENTS)
 _RANDOM = "random."
+_SUMS = "sums"
+"""In a state file's metadata: the sum of each tensor's bytes, which a flipped bit changes."""
 
 
 class TrainingState:
@@ -64,7 +66,9 @@ class TrainingState:
                 if owner == self._rank:
                     own[f"{kind}.{name}"] = whole.to("cpu", copy=True).contiguous()
         try:
-            save_file(own, os.path.join(folder, state_file(self._rank, self._world_size)))
+            sums = {name: _sum_of(tensor) for name, tensor in own.items()}
+            path = os.path.join(folder, state_file(self._rank, self._world_size))
+            save_file(own, path, metadata={_SUMS: json.dumps(sums)})
         except SafetensorError as error:  # what the operating system says is in its text
             raise OSError(str(error)) from error
         if self._rank == 0:
@@ -79,7 +83,8 @@ class TrainingState:
         With another number of ranks the random states begin anew, which only dropout feels.
 
         Raises:
-            CheckpointError: a file is missing or broken, or it is of another model.
+            CheckpointError: a file is missing or broken, or it is of another model. Where only a
+                tensor's content is broken, some of the state is that of the checkpoint by then.
         """
         try:
             with contextlib.ExitStack() as opened:
@@ -93,7 +98,7 @@ class TrainingState:
                 for name, parameter in self._trained():
                     for kind in KINDS:
                         key = f"{kind}.{name}"
-                        self._write(parameter, kind, place[key].get_tensor(key))
+                        self._write(parameter, kind, _checked(place[key], key))
                 if world_size == self._world_size:
                     self._set_random_states(files[self._rank])
         except (OSError, ValueError, SafetensorError) as error:
@@ -205,6 +210,25 @@ class TrainingState:
         torch.set_rng_state(file.get_tensor(f"{_RANDOM}cpu"))
         if self._device.type == "cuda" and f"{_RANDOM}cuda" in _keys(file):
             torch.cuda.set_rng_state(file.get_tensor(f"{_RANDOM}cuda"), self._device)
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """Return the sum of a tensor's memory, taken as whole numbers of four bytes where it can be."""
+    flat = tensor.flatten()
+    words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
+    return int(words.sum(dtype=torch.int64))
+
+
+def _checked(file: Any, key: str) -> Tensor:
+    """Return a tensor of a state file that is as it was saved."""
+    tensor = file.get_tensor(key)
+    sums = json.loads((file.metadata() or {}).get(_SUMS, "{}"))
+    if key in sums and _sum_of(tensor) != sums[key]:
+        raise ValueError(
+            f"{key} is not as it was saved: the disk or a copy broke it; remove this checkpoint to "
+            "go on from the one before"
+        )
+    return tensor
 
 
 def _keys(file: Any) -> list[str]:

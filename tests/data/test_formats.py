@@ -543,6 +543,12 @@ def test_conversations_dropped_for_what_comes_with_them(
         ({"chosen": TRANSCRIPT + " A", "rejected": TRANSCRIPT + " B\n\nHuman: So?"},
             "wrong_type", "rejected ends in a user turn"),
         ({"chosen": TRANSCRIPT + " A", "rejected": TRANSCRIPT + "  A "}, "identical_pair", ""),
+        ({"chosen": "\n\nHuman: Is it?", "rejected": "\n\nHuman: Is it?\n\nAssistant: No."},
+            "wrong_type", "chosen ends in a user turn"),
+        ({"chosen": "\n\nHuman: Is it?\n\nAssistant: No.", "rejected": "\n\nHuman: Is it?"},
+            "wrong_type", "rejected ends in a user turn"),
+        ({"chosen": {"a": 1}, "rejected": [NO]},
+            "wrong_type", "chosen is an object, not text or a list of messages"),
     ],
 )  # fmt: skip
 def test_prompts_and_transcripts_that_do_not_fit(row: dict[str, Any], reason: Reason, detail: str):

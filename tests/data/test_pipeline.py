@@ -89,7 +89,7 @@ def test_one_bad_row_costs_one_row(model_json: str):
 
 def test_bytes_that_are_no_utf8_are_told_by_their_place(model_json: str):
     table = tokenize(model_json, [b'{"chosen": "\xff"}'])
-    assert table["detail"].to_pylist() == ["not UTF-8 at byte 12"]
+    assert table["detail"].to_pylist() == ["not UTF-8 at byte 12; save the file as UTF-8"]
 
 
 def test_columns_are_renamed(model_json: str):

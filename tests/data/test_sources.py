@@ -1,6 +1,7 @@
 import bz2
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,17 @@ def test_a_broken_json_list_is_an_error_that_names_the_file(tmp_path: Path, cont
     (tmp_path / "rows.json").write_bytes(content)
     with pytest.raises(DataError, match=r"rows\.json: not a JSON list"):
         read(tmp_path / "rows.json", "json")
+
+
+def test_a_json_object_around_the_rows_is_told_from_a_row(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": [json.loads(LINE)]}, indent=1))
+    with pytest.raises(DataError, match=r"rows\.json: one object, whose data may be the rows"):
+        read(path, "json")
+    path.write_bytes(LINE)
+    assert read(path, "json") == [(0, LINE)]
+    path.write_text('{"messages": [{"role": "user"}], "chosen": "a", "rejected": "b"}')
+    assert len(read(path, "json")) == 1
 
 
 def test_compressed_json_is_read(tmp_path: Path):
@@ -254,7 +266,11 @@ def test_the_suffix_tells_the_kind(tmp_path: Path, name: str, kind: Kind):
     [
         ("missing.jsonl", r"data\.train: no such file, folder or match: .*missing\.jsonl"),
         ("*.jsonl", "no such file, folder or match"),
-        ("empty", "no such file, folder or match"),
+        ("empty", r"the folder .*empty holds no file of rows \(\.jsonl"),
+        ("links", r"b\.jsonl is a link to gone\.jsonl, which is not there"),
+        ("links/*.jsonl", r"b\.jsonl is a link to gone\.jsonl, which is not there"),
+        ("links/b.jsonl", r"b\.jsonl is a link to gone\.jsonl, which is not there"),
+        ("pipes", r"a\.jsonl is no file but a pipe"),
         ("notes.txt", r"notes\.txt: unknown kind of file; .*\.jsonl"),
         ("no_suffix", "unknown kind of file"),
         ("rows.gz", "unknown kind of file"),
@@ -263,7 +279,11 @@ def test_the_suffix_tells_the_kind(tmp_path: Path, name: str, kind: Kind):
 def test_a_source_that_cannot_be_opened_is_a_config_error(tmp_path: Path, path: str, message: str):
     for name in ("notes.txt", "no_suffix", "rows.gz"):
         (tmp_path / name).touch()
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "links", "pipes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "links" / "a.jsonl").touch()
+    (tmp_path / "links" / "b.jsonl").symlink_to("gone.jsonl")
+    os.mkfifo(tmp_path / "pipes" / "a.jsonl")
     with pytest.raises(ConfigError, match=message):
         files_of(tmp_path / path)
 

@@ -254,6 +254,21 @@ def test_a_template_that_fails_costs_its_row(template: str, kwargs: dict[str, An
     assert isinstance(kept, TokenizedPair)
 
 
+@pytest.mark.parametrize("content", ["", "I call it."])
+def test_a_reply_whose_tool_call_the_template_leaves_out_is_dropped(content: str):
+    called = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "f"}}]}
+    pair = ConversationPair([ASK], [called], [SEVEN])
+    texts = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    calls = texts.replace("{{ eos", "{{ m.get('tool_calls') or '' }}{{ eos")
+    (dropped,) = PairTokenizer(word_tokenizer(chat_template=texts), max_length=99).tokenize([pair])
+    assert isinstance(dropped, Drop)
+    assert dropped.reason == "template_error"
+    assert "leaves out the tool calls" in dropped.detail
+    assert "model.chat_template_path" in dropped.detail
+    (kept,) = PairTokenizer(word_tokenizer(chat_template=calls), max_length=99).tokenize([pair])
+    assert isinstance(kept, TokenizedPair)
+
+
 @pytest.mark.parametrize(
     ("pair", "template", "reason"),
     [
