@@ -39,6 +39,7 @@ class Board:
         self._stop_asked = False
         self._arrived: Counter[str] = Counter()
         self._place: PlacementGroup | None = None
+        self._worker: Any = None
 
     def stop(self) -> None:
         """Ask the workers to finish their step, save and stop."""
@@ -88,10 +89,14 @@ class Board:
         notes, self._notes = self._notes, []
         return notes, self._step, self._num_steps, self._line
 
-    def enter(self, place: PlacementGroup | None) -> RayrmError | None:
+    def enter(self, place: PlacementGroup | None, worker: Any) -> RayrmError | None:
         """A worker starts, in this place; return the failure that a restart would only repeat."""
-        self._place = place
+        self._place, self._worker = place, worker
         return self._failure
+
+    def worker(self) -> Any:
+        """Return the actor of the worker that started last."""
+        return self._worker
 
     def place(self) -> PlacementGroup | None:
         """Return the resources that the workers hold."""

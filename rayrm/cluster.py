@@ -34,6 +34,7 @@ _PATIENCE_SECONDS = 10
 """After so long the user is told what is waited for."""
 _START_SECONDS = 60
 """Ray Train's own limit for one attempt to place all workers."""
+_WORKERS_A_CPU = 10
 
 KEEP_FREED_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
@@ -49,30 +50,44 @@ times a step, and always in a thread such as Ray Train runs: measured, a quarter
 
 
 @contextlib.contextmanager
-def ray_running(scaling: ScalingSection) -> Iterator[None]:
-    """Use the Ray that is there, or start one of our own and stop it at the end."""
+def ray_running(scaling: ScalingSection) -> Iterator[bool]:
+    """Use the Ray that is there, or start one of our own and stop it at the end.
+
+    Yields:
+        Whether it may grow: our own has what this machine has, and never more.
+    """
     health = min(_HEALTH_SECONDS, 60 * scaling.timeout_minutes)
-    settings = {**_SETTINGS, "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(health)}
+    settings = {
+        **_SETTINGS,
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(health),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_start_seconds(scaling)),
+    }
     with _environment(settings), _quiet_ray_data():
         if ray.is_initialized():
-            yield
+            yield True
             return
-        _start(scaling)
+        may_grow = _start(scaling)
         try:
-            yield
+            yield may_grow
         finally:
             ray.shutdown()
 
 
-def _start(scaling: ScalingSection) -> None:
-    """Connect to the cluster of RAY_ADDRESS or of ``ray start``; without one, start our own."""
+def _start(scaling: ScalingSection) -> bool:
+    """Connect to the cluster of RAY_ADDRESS or of ``ray start``; without one, start our own.
+
+    Returns:
+        Whether there was a cluster.
+    """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     _check_answers(os.environ.get("RAY_ADDRESS", ""))
     with children_in_own_group():
         try:
             ray.init(num_cpus=_local_cpus(scaling), include_dashboard=False, **quiet)
+            return False
         except ValueError:  # there is a cluster, and its CPUs are not ours to choose
             ray.init(**quiet)
+            return True
         except SystemExit:  # so it answers SIGTERM while it starts, with 1; later with the signal
             sys.exit(signal.SIGTERM)
 
@@ -166,8 +181,15 @@ class Resources:
 
 
 def start_attempts(scaling: ScalingSection) -> int:
-    """Return how often Ray Train may try to place the workers until the timeout is over."""
-    return max(scaling.max_failures, ceil(60 * scaling.timeout_minutes / _START_SECONDS) - 1)
+    """Return how often Ray Train may try again to place the workers until the timeout is over."""
+    attempts = ceil(60 * scaling.timeout_minutes / _start_seconds(scaling))
+    return max(scaling.max_failures, attempts - 1)
+
+
+def _start_seconds(scaling: ScalingSection) -> float:
+    """Return the limit of one attempt, of which there are as many as restarts at least."""
+    share = 60 * scaling.timeout_minutes / (scaling.max_failures + 1)
+    return max(min(_START_SECONDS, share), 1.0)
 
 
 def wait_for_data_task(resources: Resources, *, seconds: float) -> None:
@@ -200,7 +222,11 @@ def _do_nothing() -> None:
 
 
 def choose_resources(
-    scaling: ScalingSection, cluster: Mapping[str, float], available: Mapping[str, float]
+    scaling: ScalingSection,
+    cluster: Mapping[str, float],
+    available: Mapping[str, float],
+    *,
+    may_grow: bool = True,
 ) -> Resources:
     """Return what to ask for: as given, or what leaves a data task its place.
 
@@ -211,13 +237,20 @@ def choose_resources(
         scaling: the user's wishes.
         cluster: Ray's total resources.
         available: what of them is free; a caller that runs in a task holds some.
+        may_grow: whether what is missing may still come.
 
     Raises:
-        ConfigError: the given resources leave no CPU to a data task, or there are too few GPUs.
+        ConfigError: the given resources leave no CPU to a data task, there are too few GPUs, or
+            far more workers than CPUs.
     """
     fewest, workers = _bounds(scaling)
     num_workers = workers if fewest == workers else (fewest, workers)
     gpus = cluster.get("GPU", 0.0)
+    if scaling.use_gpu is True and gpus == 0 and not may_grow:
+        raise ConfigError(
+            "scaling.use_gpu: true, but this machine has no GPU that Ray sees; take auto, or "
+            "connect to a cluster that has (RAY_ADDRESS)"
+        )
     if scaling.use_gpu is True and 0 < gpus < fewest:
         raise ConfigError(
             f"scaling: {fewest} workers need {fewest} GPUs, but the cluster has {gpus:g}; lower "
@@ -229,7 +262,15 @@ def choose_resources(
         if scaling.use_gpu == "auto" and "GPU" in per_worker:
             use_gpu = per_worker["GPU"] > 0
         _check_room(fewest, per_worker.get("CPU", 0.0), cluster.get("CPU", 0.0))
+        if not may_grow:
+            _check_there(fewest, per_worker, cluster)
         return Resources(num_workers, use_gpu, per_worker, cpus_per_task=1.0)
+    if fewest > _WORKERS_A_CPU * cluster.get("CPU", 0.0) > 0:
+        raise ConfigError(
+            f"scaling.num_workers: {fewest} workers on {cluster['CPU']:g} CPUs would each have "
+            "less than a tenth of one; lower it, or say in scaling.resources_per_worker what one "
+            "is to have"
+        )
     budget = max(available.get("CPU", 0.0), 0.5)
     task = 1.0 if budget >= 2 else budget / 2
     cpus = min(1.0, (budget - task) / workers)
@@ -253,6 +294,18 @@ def _check_room(workers: int, cpus: float, total: float) -> None:
             f"CPUs, but the Ray cluster has {total:g}; lower scaling.resources_per_worker or "
             "scaling.num_workers"
         )
+
+
+def _check_there(
+    workers: int, per_worker: Mapping[str, float], cluster: Mapping[str, float]
+) -> None:
+    for name, amount in per_worker.items():
+        if workers * amount > (there := cluster.get(name, 0.0)):
+            raise ConfigError(
+                f"scaling.resources_per_worker: {workers} workers x {amount:g} {name} are more "
+                f"than this machine has ({there:g}); lower it, or connect to a cluster that has "
+                "them (RAY_ADDRESS)"
+            )
 
 
 def _local_cpus(scaling: ScalingSection) -> int:

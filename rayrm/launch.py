@@ -7,14 +7,14 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
 import ray
 import ray.train
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from rayrm.board import OrderOf, showing, start_board, stopping_on_signals
@@ -32,7 +32,7 @@ from rayrm.data.feed import Feed, FeedPlan
 from rayrm.data.intake import TRAIN, Rows, check_reports, check_unchanged, read_rows
 from rayrm.data.report import DataReport
 from rayrm.errors import ConfigError, RayrmError, own_error
-from rayrm.preflight import check_before_start, with_absolute_paths
+from rayrm.preflight import check_arguments, check_before_start, with_absolute_paths
 from rayrm.training.commits import CHECKPOINTS, complete_checkpoints, settle_checkpoints
 from rayrm.training.entry import run_worker
 from rayrm.training.job import MODEL, REPORT, SCORE, Job
@@ -41,6 +41,7 @@ from rayrm.training.storage import RunFolder
 logger = logging.getLogger(__name__)
 
 _EVAL_PAIRS_A_STEP = 256
+_LOOK_SECONDS, _VAIN_LOOKS, _ANSWER_SECONDS = 1, 3, 10
 _MAY_CHANGE = ("run.resume", "scaling.")
 """Fields in which a run that goes on may differ from its start."""
 
@@ -77,6 +78,7 @@ def fit(
         CheckpointError: a checkpoint or the exported model cannot be trusted.
         RayrmError: training failed for another reason that the message names.
     """
+    check_arguments(overrides, datasets)
     settled = with_absolute_paths(load_config(config, overrides))
     return fit_settled(settled, datasets or {})
 
@@ -104,15 +106,16 @@ def fit_settled(
     folder.create()
     with folder.held():
         logger.info("starting Ray")
-        with ray_running(settled.scaling):
-            resources = resources_for(settled.scaling)
+        with ray_running(settled.scaling) as may_grow:
+            resources = resources_for(settled.scaling, may_grow=may_grow)
             rows = rows or read_rows_with(resources, settled, handed)
             return _fit(settled, rows, resources, folder, on_board)
 
 
-def resources_for(scaling: ScalingSection) -> Resources:
+def resources_for(scaling: ScalingSection, *, may_grow: bool) -> Resources:
     """Return what to ask of the Ray that runs, as it is now."""
-    return choose_resources(scaling, ray.cluster_resources(), ray.available_resources())
+    there, free = ray.cluster_resources(), ray.available_resources()
+    return choose_resources(scaling, there, free, may_grow=may_grow)
 
 
 def read_rows_with(
@@ -303,14 +306,16 @@ def _run_workers(
     )
     with showing(job.board, waiting_for=str(resources)), stopping_on_signals(job.board) as signals:
         try:
-            value = _in_a_thread(trainer.fit).return_value
+            outcome = _in_a_thread(trainer.fit, until=lambda: signals and _nobody_works(job.board))
         except ray.train.TrainingFailedError as error:
             raise _explained(error, job, resources, config.scaling) from error
     failure: Any = ray.get(job.board.failure.remote())
     if failure is not None:
         raise failure
+    value = None if outcome is None else outcome.return_value
     if value is None:
-        logger.warning("stopped with a checkpoint; the same command goes on from there")
+        how = "with a checkpoint" if outcome is not None else "while no worker was there"
+        logger.warning("stopped %s; the same command goes on from there", how)
         raise KeyboardInterrupt if signals == [signal.SIGINT] else SystemExit(143)
     return value
 
@@ -321,8 +326,11 @@ def _elasticity(num_workers: int | WorkerRange) -> dict[str, Any]:
     return {"elastic_resize_monitor_interval_s": num_workers.resize_monitor_interval_s}
 
 
-def _in_a_thread(call: Callable[[], Any]) -> Any:
-    """Call in another thread: in the main one Ray Train would take Ctrl-C for itself."""
+def _in_a_thread(call: Callable[[], Any], *, until: Callable[[], Any]) -> Any:
+    """Call in another thread: in the main one Ray Train would take Ctrl-C for itself.
+
+    Nothing is returned, and the thread is left to itself, once ``until`` held for some seconds.
+    """
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -332,7 +340,24 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return outcome.result()
+    vain = 0
+    while not wait([outcome], timeout=_LOOK_SECONDS).done and vain < _VAIN_LOOKS:
+        vain = vain + 1 if until() else 0
+    return outcome.result() if outcome.done() else None
+
+
+def _nobody_works(board: Any) -> bool:
+    """Whether no worker has begun yet, or the one that did last has gone."""
+    worker: Any = ray.get(board.worker.remote())
+    if worker is None:
+        return True
+    try:
+        ray.get(worker.__ray_ready__.remote(), timeout=_ANSWER_SECONDS)
+    except RayActorError:
+        return True
+    except GetTimeoutError:
+        return False
+    return False
 
 
 def _explained(

@@ -26,6 +26,20 @@ _IN_FLIGHT = (
 )
 
 
+def check_arguments(overrides: Any, datasets: Any) -> None:
+    """Tell of arguments of ``fit`` and ``sweep`` that are of another type than asked for.
+
+    Raises:
+        ConfigError: one is.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: {overrides!r} is one text; give a list of them")
+    if not isinstance(datasets, Mapping | None):
+        raise ConfigError(
+            f"datasets: a {type(datasets).__name__}; give {{'train': rows, 'eval': rows}}"
+        )
+
+
 def check_before_start(config: RunConfig, datasets: dict[str, Any]) -> None:
     """Find what can be found wrong before Ray starts, and tell it all at once.
 

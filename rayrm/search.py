@@ -16,14 +16,19 @@ import ray
 import yaml
 from ray import tune
 
-from rayrm.cluster import ray_running
+from rayrm.cluster import Resources, ray_running
 from rayrm.config.loader import Source, differing_fields, dump_config, load_sweep, with_values
 from rayrm.config.schema import SearchSection, SweepConfig, WorkerRange
 from rayrm.config.space import draw_trials, trial_config
 from rayrm.data.intake import Rows, check_reports
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.launch import read_rows_with, resources_for, write_reports
-from rayrm.preflight import check_before_start, check_search, with_absolute_paths
+from rayrm.preflight import (
+    check_arguments,
+    check_before_start,
+    check_search,
+    with_absolute_paths,
+)
 from rayrm.proposals import Proposals, strategy_of
 from rayrm.schedulers import scheduler_for
 from rayrm.training.job import MODEL
@@ -73,6 +78,7 @@ def sweep(
         ConfigError: the configuration is wrong; nothing was started.
         RayrmError: no trial was finished.
     """
+    check_arguments(overrides, datasets)
     settled = with_absolute_paths(load_sweep(config, overrides))
     handed = dict(datasets or {})
     check_search(settled, handed)
@@ -93,9 +99,11 @@ def sweep(
         os.environ.setdefault(
             "RAY_AIR_NEW_OUTPUT", "0"
         )  # the new kind prints boxes when told not to
-        with ray_running(settled.scaling):
+        with ray_running(settled.scaling) as may_grow:
             shared = _settled_resources(settled, len(draws))
-            job = SweepJob(shared, folder, handed, _shared_rows(shared, handed, store))
+            resources = resources_for(shared.scaling, may_grow=may_grow)
+            rows = _shared_rows(resources, shared, handed, store)
+            job = SweepJob(shared, folder, handed, rows)
             trials = _tuner(job, len(draws)).fit()
         return _answer(replace(job, config=settled), trials, len(draws))
 
@@ -150,7 +158,9 @@ def _settled_resources(config: SweepConfig, configurations: int) -> SweepConfig:
     return config.model_copy(update={"scaling": scaling, "search": search})
 
 
-def _shared_rows(config: SweepConfig, handed: Mapping[str, Any], store: RunFolder) -> Rows | None:
+def _shared_rows(
+    resources: Resources, config: SweepConfig, handed: Mapping[str, Any], store: RunFolder
+) -> Rows | None:
     """Tokenize once what all trials train on, unless the search changes tokens or rows.
 
     Raises:
@@ -159,7 +169,7 @@ def _shared_rows(config: SweepConfig, handed: Mapping[str, Any], store: RunFolde
     if changed := [field for field in config.search.space if not field.startswith(_SAME_TOKENS)]:
         logger.info("each trial reads and tokenizes its own rows: %s may change them", changed[0])
         return None
-    rows = read_rows_with(resources_for(config.scaling), config, handed, hold_train=True)
+    rows = read_rows_with(resources, config, handed, hold_train=True)
     write_reports(rows.reports, store)
     check_reports(rows.reports, config, kept_in=store.path("dropped"))
     return rows

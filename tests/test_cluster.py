@@ -53,6 +53,29 @@ def test_what_the_caller_holds_is_not_asked_for(
     assert (chosen.per_worker, chosen.cpus_per_task) == ({"CPU": per_worker}, per_task)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "told"),
+    [
+        ({"use_gpu": True}, "scaling.use_gpu: true, but this machine has no GPU"),
+        (
+            {"num_workers": 3, "resources_per_worker": {"CPU": 0.1, "moon": 1}},
+            "scaling.resources_per_worker: 3 workers x 1 moon are more than this machine has (0)",
+        ),
+        ({"num_workers": 41}, "scaling.num_workers: 41 workers on 4 CPUs would each have less"),
+    ],
+)
+def test_what_this_machine_will_never_have_is_refused_at_once(scaling: dict[str, Any], told: str):
+    with pytest.raises(ConfigError) as caught:
+        choose_resources(ScalingSection(**scaling), {"CPU": 4}, {"CPU": 4}, may_grow=False)
+    assert str(caught.value).startswith(told)
+
+
+def test_a_cluster_that_grows_is_asked_for_what_it_does_not_have_yet():
+    assert choose(4, use_gpu=True).use_gpu
+    assert choose(4, resources_per_worker={"CPU": 16}).per_worker == {"CPU": 16}
+    assert choose(4, num_workers=41, resources_per_worker={"CPU": 1}).num_workers == 41
+
+
 def test_a_range_of_workers_is_asked_for_as_it_is_with_room_for_the_most():
     chosen = choose(4, num_workers={"min": 2, "max": 6})
     assert chosen == Resources((2, 6), False, {"CPU": 0.5}, 1.0)
@@ -67,8 +90,8 @@ def test_gpus_have_to_do_for_the_fewest_workers():
         choose(16, gpus=1, num_workers=elastic, use_gpu=True)
 
 
-def test_however_many_workers_each_asks_for_something():
-    assert choose(2, num_workers=1000).per_worker == {"CPU": 0.01}
+def test_however_little_is_free_each_worker_asks_for_something():
+    assert choose(20, free=0, num_workers=100).per_worker == {"CPU": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +144,7 @@ def test_given_gpus_are_used():
     chosen = choose(8, gpus=2, num_workers=2, resources_per_worker={"CPU": 1, "GPU": 1})
     assert chosen == Resources(2, True, {"CPU": 1.0, "GPU": 1.0}, 1.0)
     assert choose(8, num_workers=2, resources_per_worker={"GPU": 0.5}).use_gpu
-    assert not choose(8, gpus=2, num_workers=2, resources_per_worker={"GPU": 0}).use_gpu
+    assert not choose(8, gpus=2, num_workers=2, resources_per_worker={"CPU": 1, "GPU": 0}).use_gpu
 
 
 IN_A_GROUP_APART = """

@@ -74,16 +74,36 @@ def test_no_cpu_for_data_tasks_is_told_after_the_patience(
 
 
 def test_workers_that_cannot_be_placed_are_told_with_what_they_need(
-    ray_session: None, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_session: None, base_model: Path, tmp_path: Path
 ) -> None:
     import rayrm
 
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "2")
-    config = run_config(
-        base_model, tmp_path, max_failures=0, resources_per_worker={"CPU": 0.1, "moon": 1}
-    )
+    scaling: dict[str, Any] = {
+        "timeout_minutes": 0.1,
+        "resources_per_worker": {"CPU": 0.1, "moon": 1},
+    }
+    began = time.monotonic()
     with pytest.raises(rayrm.RayrmError, match=r"2 worker\(s\) x .*'moon': 1.* were not placed"):
-        rayrm.fit(config)
+        rayrm.fit(run_config(base_model, tmp_path, **scaling))
+    assert time.monotonic() - began < 60  # and not a minute for each of max_failures
+
+
+@pytest.mark.slow
+def test_a_signal_while_workers_are_waited_for_ends_the_run(
+    base_model: Path, tmp_path: Path
+) -> None:
+    asked = {"CPU": 0.1, "moon": 1}
+    config = run_config(base_model, tmp_path, timeout_minutes=10, resources_per_worker=asked)
+    code = f"import ray, rayrm; ray.init(address='local', num_cpus=2); rayrm.fit({config!r})"
+    driver = psutil.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "run.json").is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(5)
+    assert driver.poll() is None
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(timeout=60) == 143
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+import rayrm
 from rayrm.config.loader import load_config
 from rayrm.errors import ConfigError
 from rayrm.preflight import check_before_start, with_absolute_paths
@@ -30,6 +31,20 @@ def no_wandb_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"overrides": "train.max_steps=4"}, "overrides: 'train.max_steps=4' is one text"),
+        ({"datasets": ROWS}, "datasets: a list; give {'train': rows, 'eval': rows}"),
+    ],
+)
+@pytest.mark.parametrize("call", [rayrm.fit, rayrm.sweep])
+def test_an_argument_of_another_type_is_told(call: Any, arguments: dict[str, Any], told: str):
+    with pytest.raises(ConfigError) as caught:
+        call({}, **arguments)
+    assert str(caught.value).startswith(told)
 
 
 def check(model: Path, *overrides: str, **datasets: Any) -> None:

@@ -32,7 +32,7 @@ SAVED_AT, NUM_STEPS = 2, 5
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Return each case's losses, in the ways that are asked for, and what is told of foreign state.
+    """Return each case's losses, in the ways that are asked for, and what is told of the refused.
 
     Ways are from the start (false), or resumed (true).
     """
@@ -41,22 +41,23 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         name: [losses_of(case, place / name, resume=resume) for resume in job["resume"]]
         for name, case in CASES.items()
     }
-    refused = [told_of(*names, place) for names in job["refused"]]
+    refused = [told_of(model, checkpoint, place) for model, checkpoint in job["refused"]]
     return {"losses": losses, "refused": refused}
 
 
-def flip_a_bit(checkpoint: Path, copy: Path, *, key: str) -> None:
-    """Copy a checkpoint with one bit of one tensor turned, which changes no size."""
+def flip_a_bit(checkpoint: Path, copy: Path) -> str:
+    """Copy a checkpoint with one bit of a weight turned, which changes no size; return its name."""
     shutil.copytree(checkpoint, copy)
     for path in copy.glob("state-*.safetensors"):
         content = bytearray(path.read_bytes())
         length = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + length])
-        if key in header:
-            content[8 + length + header[key]["data_offsets"][0]] ^= 1
+        weights = [name for name in header if name.startswith("weight.")]
+        if weights:
+            content[8 + length + header[weights[0]]["data_offsets"][0]] ^= 1
             path.write_bytes(content)
-            return
-    raise AssertionError(f"there is no {key}")
+            return weights[0]
+    raise AssertionError("there is no weight")
 
 
 def told_of(model: str, checkpoint: str, place: Path) -> str:
@@ -107,7 +108,7 @@ def test_losses_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     tiny_llama_folder(tmp_path / "model", word_tokenizer())  # no size of it is divided by three
     job = {"folder": str(tmp_path), "resume": [False, True], "refused": FOREIGN}
     on_two = in_world(train, job, num_ranks=2, folder=tmp_path)
-    flip_a_bit(tmp_path / "stage 3", tmp_path / "flipped", key="weight.model.norm.weight")
+    turned = flip_a_bit(tmp_path / "stage 3", tmp_path / "flipped")
     on_three = in_world(
         train, job | {"resume": [True], "refused": FLIPPED}, num_ranks=3, folder=tmp_path
     )
@@ -125,5 +126,5 @@ def test_losses_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert "is missing, and [" in full
     assert "cannot be read" in nothing
     (flipped,) = on_three["refused"]
-    assert "weight.model.norm.weight is not as it was saved" in flipped
+    assert f"{turned} is not as it was saved" in flipped
     assert "remove this checkpoint to go on from the one before" in flipped

@@ -322,6 +322,18 @@ class TrainSection(Section):
         return self
 
 
+_FIELDS_OF_DEEPSPEED = {
+    "train_batch_size": "train.batch_size",
+    "train_micro_batch_size_per_gpu": "train.max_tokens_per_micro_batch",
+    "gradient_accumulation_steps": "train.max_tokens_per_micro_batch",
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer": "the fields of train",
+    "scheduler": "train.lr_scheduler_type",
+    "fp16": "model.dtype",
+    "bf16": "model.dtype",
+}
+
+
 class ZeroSection(Section):
     """How DeepSpeed partitions the training state over the workers."""
 
@@ -333,6 +345,16 @@ class ZeroSection(Section):
     """Keep parameters in host memory (stage 3)."""
     extra: Arguments = {}
     """A DeepSpeed dict laid over the built one, key by key."""
+
+    @model_validator(mode="after")
+    def _extra_leaves_what_other_fields_say(self) -> "ZeroSection":
+        for name in self.extra:
+            if name in _FIELDS_OF_DEEPSPEED:
+                raise ValueError(f"extra: {name} is set by {_FIELDS_OF_DEEPSPEED[name]}")
+        optimization = self.extra.get("zero_optimization")
+        if isinstance(optimization, dict) and "stage" in optimization:
+            raise ValueError("extra: zero_optimization.stage is set by zero.stage")
+        return self
 
     @model_validator(mode="after")
     def _offload_needs_stage(self) -> "ZeroSection":
@@ -380,6 +402,8 @@ class ScalingSection(Section):
         for name in self.resources_per_worker or {}:
             if name.upper() in ("CPU", "GPU") and not name.isupper():
                 raise ValueError(f"resources_per_worker: {name}: did you mean {name.upper()}?")
+        if self.resources_per_worker is not None and not any(self.resources_per_worker.values()):
+            raise ValueError("resources_per_worker: a worker needs something, such as {CPU: 1}")
         return self
 
     @model_validator(mode="after")

@@ -239,6 +239,9 @@ def _load_classifier(
 
 def _not_loaded(model: ModelSection, error: Exception) -> ConfigError:
     first_line = str(error).strip().split("\n")[0]
+    for name in model.model_init_kwargs:
+        if isinstance(error, TypeError) and f"'{name}'" in first_line:
+            return ConfigError(f"model.model_init_kwargs.{name}: {first_line}; leave it out")
     return ConfigError(
         f"model: cannot load {model.name_or_path!r} as a sequence classifier ({first_line})"
     )

@@ -55,7 +55,8 @@ def train_worker(job: Job) -> dict[str, Any] | None:
     restarted workers find it there and stop. Any other may come from a lost peer: Ray Train
     restarts the workers from the last checkpoint, and the driver hears of it.
     """
-    if ray.get(job.board.enter.remote(get_current_placement_group())) is not None:
+    place, worker = get_current_placement_group(), ray.get_runtime_context().current_actor
+    if ray.get(job.board.enter.remote(place, worker)) is not None:
         return None
     try:
         return _train(job)

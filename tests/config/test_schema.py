@@ -77,9 +77,13 @@ def test_training_data_may_be_an_empty_list():
         ),
         (ZeroSection, {"stage": 2, "offload_param": "cpu"}, "offload_param needs stage: 3"),
         (ZeroSection, {"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage"),
+        (ZeroSection, {"extra": {"fp16": {}}}, "extra: fp16 is set by model.dtype"),
+        (ZeroSection, {"extra": {"train_batch_size": 3}}, "is set by train.batch_size"),
+        (ZeroSection, {"extra": {"zero_optimization": {"stage": 2}}}, "is set by zero.stage"),
         (DataSection, {"shuffle": False, "shuffle_buffer_size": 9}, "shuffle_buffer_size has no"),
         (ScalingSection, {"use_gpu": False, "resources_per_worker": {"GPU": 1}}, "asks for a GPU"),
         (ScalingSection, {"resources_per_worker": {"cpu": 1}}, "cpu: did you mean CPU?"),
+        (ScalingSection, {"resources_per_worker": {"CPU": 0}}, "a worker needs something"),
         (Source, {"path": "a.jsonl", "split": "test"}, "split applies to 'hub:NAME'"),
     ],
 )
@@ -112,9 +116,9 @@ def test_a_whole_number_names_a_run():
 
 
 def test_exponents_in_free_arguments_become_numbers():
-    extra = {"optimizer": {"params": {"eps": "1e-8", "names": ["2E3", "e5", "1e-8b"]}}}
+    extra = {"aio": {"params": {"eps": "1e-8", "names": ["2E3", "e5", "1e-8b"]}}}
     params = {"eps": 1e-8, "names": [2000.0, "e5", "1e-8b"]}
-    assert ZeroSection.model_validate({"extra": extra}).extra == {"optimizer": {"params": params}}
+    assert ZeroSection.model_validate({"extra": extra}).extra == {"aio": {"params": params}}
 
 
 @pytest.mark.parametrize("key", ["token", "hf_token", "api_key", "WANDB_API_KEY", "password"])
