@@ -29,8 +29,14 @@ from rayrm.cluster import (
 from rayrm.config.loader import differing_fields, dump_config, load_config
 from rayrm.config.schema import RunConfig, ScalingSection, WorkerRange
 from rayrm.data.feed import Feed, FeedPlan
-from rayrm.data.intake import TRAIN, Rows, check_reports, check_unchanged, read_rows
-from rayrm.data.report import DataReport
+from rayrm.data.intake import (
+    TRAIN,
+    Rows,
+    check_reports,
+    check_unchanged,
+    may_have_changed,
+    read_rows,
+)
 from rayrm.errors import ConfigError, RayrmError, own_error
 from rayrm.preflight import check_arguments, check_before_start, with_absolute_paths
 from rayrm.training.commits import CHECKPOINTS, complete_checkpoints, settle_checkpoints
@@ -101,14 +107,19 @@ def fit_settled(
     handed = dict(datasets)
     check_before_start(settled, handed)
     folder = RunFolder(f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}")
-    if (finished := _finished(folder, settled)) is not None:
-        return finished
+    finished = _finished(folder, settled)
+    stamps = (folder.read_json(REPORT) or {}).get("files", {})
+    if finished is not None and not may_have_changed(settled, handed, stamps):
+        return _nothing_to_do(finished)
     folder.create()
     with folder.held():
         logger.info("starting Ray")
         with ray_running(settled.scaling) as may_grow:
             resources = resources_for(settled.scaling, may_grow=may_grow)
             rows = rows or read_rows_with(resources, settled, handed)
+            if finished is not None:
+                _check_unchanged(rows, folder)
+                return _nothing_to_do(finished)
             return _fit(settled, rows, resources, folder, on_board)
 
 
@@ -149,8 +160,8 @@ def _fit(
     streams, reports = rows.streams, rows.reports
     may_go_on = bool(complete_checkpoints(folder))
     if may_go_on:
-        check_unchanged(reports, (folder.read_json(REPORT) or {}).get("sources", {}))
-    write_reports(reports, folder)
+        _check_unchanged(rows, folder)
+    write_reports(rows, folder)
     check_reports(reports, config, kept_in=folder.path("dropped"))
     folder.write_json("config.json", dump_config(config))
     steps_per_epoch = ceil(reports[TRAIN].num_pairs / config.train.batch_size)
@@ -191,11 +202,16 @@ def _fit(
     return _as_fit_result(result, folder)
 
 
-def write_reports(reports: Mapping[str, DataReport], folder: RunFolder) -> None:
+def _check_unchanged(rows: Rows, folder: RunFolder) -> None:
+    check_unchanged(rows.reports, (folder.read_json(REPORT) or {}).get("sources", {}))
+
+
+def write_reports(rows: Rows, folder: RunFolder) -> None:
     """Write the account of all rows, and the dropped ones themselves."""
-    account = {label: told for r in reports.values() for label, told in r.as_dict().items()}
-    folder.write_json(REPORT, {"sources": account})
-    for report in reports.values():
+    reports = rows.reports.values()
+    account = {label: told for report in reports for label, told in report.as_dict().items()}
+    folder.write_json(REPORT, {"sources": account, "files": rows.stamps})
+    for report in reports:
         for label, source in report.sources.items():
             if source.kept_rows:
                 folder.write_json_lines(f"dropped/{label}.jsonl", source.kept_rows)
@@ -227,8 +243,12 @@ def _finished(folder: RunFolder, config: RunConfig) -> FitResult | None:
         )
     if result is None:
         return None
-    logger.warning("%s is finished already; nothing to do", folder.url)
     return _as_fit_result(result, folder)
+
+
+def _nothing_to_do(finished: FitResult) -> FitResult:
+    logger.warning("%s is finished already; nothing to do", finished.run_dir)
+    return finished
 
 
 def _as_fit_result(result: dict[str, Any], folder: RunFolder) -> FitResult:

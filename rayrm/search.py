@@ -170,7 +170,7 @@ def _shared_rows(
         logger.info("each trial reads and tokenizes its own rows: %s may change them", changed[0])
         return None
     rows = read_rows_with(resources, config, handed, hold_train=True)
-    write_reports(rows.reports, store)
+    write_reports(rows, store)
     check_reports(rows.reports, config, kept_in=store.path("dropped"))
     return rows
 

@@ -249,6 +249,25 @@ def test_a_second_start_of_a_finished_run_does_nothing(
     assert (run_dir / "result.json").stat().st_mtime_ns == before
 
 
+def test_a_finished_run_whose_rows_have_changed_since_is_refused(
+    run_dir: Path, config: dict[str, Any]
+) -> None:
+    import rayrm
+
+    path = Path(config["data"]["train"])
+    content = path.read_bytes()
+    try:
+        path.write_bytes(content)  # newer, and the same
+        assert rayrm.fit(config).run_dir == str(run_dir)
+        path.write_bytes(content.replace(b"Name a colour", b"Name a flower", 1))
+        with pytest.raises(rayrm.DataError, match="has changed since this run began"):
+            rayrm.fit(config)
+    finally:
+        path.write_bytes(content)
+    with pytest.raises(rayrm.DataError, match="began with the rows of dirty, eval, not of train"):
+        rayrm.fit(config, datasets={"train": [good_row(number) for number in range(5)]})
+
+
 def test_a_second_run_of_the_same_name_with_other_settings_is_refused(
     run_dir: Path, config: dict[str, Any]
 ) -> None:

@@ -124,14 +124,14 @@ def test_what_can_run_is_let_through(model: Path, overrides: list[str]):
             r"^model\.name_or_path: there is no folder /no/such/folder$",
         ),
         (["model.attn_implementation=flash"], r"^model\.attn_implementation: 'flash' is none of "),
-        (["model.lora.target_modules=[no_proj]"], r"^model\.lora: No modules were targeted"),
+        (["model.lora.target_modules=[no_proj]"], r"^model\.lora\.target_modules: no_proj is no "),
         (
             ["train.shared_prompt=on", "model.attn_implementation=eager"],
             r"^train\.shared_prompt: on, but model\.attn_implementation is eager",
         ),
         (
             ["data.train=[]", "train.eval_steps=5", "model.lora.target_modules=[no_proj]"],
-            r"^data\.train: no source.*\ntrain\.eval_steps: .*\nmodel\.lora: ",
+            r"^data\.train: no source.*\ntrain\.eval_steps: .*\nmodel\.lora\.target_modules: ",
         ),
     ],
 )

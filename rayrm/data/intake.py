@@ -10,7 +10,7 @@ from typing import Any
 from rayrm.config.schema import RunConfig, Source
 from rayrm.data.pipeline import PairStream, check_report, tokenize_rows
 from rayrm.data.report import ROWS_A_MARK, DataReport
-from rayrm.data.sources import RawRows, hand_over, open_sources
+from rayrm.data.sources import RawRows, hand_over, list_files, open_sources, stamps_of
 from rayrm.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Rows:
 
     streams: Mapping[str, PairStream]
     reports: Mapping[str, DataReport]
+    stamps: Mapping[str, list[int]]
+    """Size and time of change of each file, by its path."""
 
 
 def read_rows(
@@ -78,6 +80,7 @@ def read_rows(
         DataError: a source cannot be read.
     """
     streams = open_streams(config, handed, cpus_per_task=cpus_per_task)
+    stamps = stamps_of(file for stream in streams.values() for file in stream.files)
     logger.info("reading the rows once, to account for each")
     streams = {
         name: stream.held() if hold_train or name != TRAIN else stream
@@ -88,7 +91,7 @@ def read_rows(
         name: stream.survey(rows_a_mark=marks.get(name, ROWS_A_MARK))
         for name, stream in streams.items()
     }
-    return Rows(streams, reports)
+    return Rows(streams, reports, stamps)
 
 
 def check_reports(reports: Mapping[str, DataReport], config: RunConfig, *, kept_in: str) -> None:
@@ -119,6 +122,11 @@ def check_unchanged(reports: Mapping[str, DataReport], before: Mapping[str, Any]
     """
     for name, report in reports.items():
         for label, now in report.as_dict().items():
+            if before and label not in before:
+                raise DataError(
+                    f"{_field(name)}: this run began with the rows of {', '.join(before)}, not of "
+                    f"{label}: bring those back, or give another run.name"
+                )
             then = before.get(label, {})
             if then.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:
                 raise DataError(
@@ -130,6 +138,24 @@ def check_unchanged(reports: Mapping[str, DataReport], before: Mapping[str, Any]
 
 def _field(name: str) -> str:
     return "data." + name.replace("eval_", "eval.", 1)
+
+
+def may_have_changed(
+    config: RunConfig, handed: Mapping[str, Any], before: Mapping[str, list[int]]
+) -> bool:
+    """Whether files are others than those of which ``before`` has the stamps.
+
+    Of rows that are handed over there is no telling; the hub's are taken as they were.
+    """
+    if handed:
+        return True
+    files = [
+        file
+        for source in (*config.data.train, *config.data.eval.values())
+        if not source.path.startswith("hub:")
+        for file in list_files(source.path, label="", field="data")
+    ]
+    return stamps_of(files) != before
 
 
 def label_sources(

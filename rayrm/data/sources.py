@@ -147,6 +147,13 @@ def list_files(path: str, *, label: str, field: str) -> list[RowFile]:
     return files
 
 
+def stamps_of(files: Iterable[RowFile]) -> dict[str, list[int]]:
+    """Return size and time of change of the files among these, by their path: no row is read."""
+    places = {file.path: _find(file.path) for file in files if file.kind in _KINDS.values()}
+    infos = {path: system.get_file_info(inner) for path, (system, inner) in places.items()}
+    return {path: [info.size, info.mtime_ns] for path, info in infos.items()}
+
+
 def _kind_of(path: str) -> Kind | None:
     stem, suffix = os.path.splitext(path.lower())
     if suffix in _CODECS:

@@ -194,8 +194,8 @@ def _check_names(config: Any, classifier: PreTrainedModel, field: str) -> None:
     unknown += [("modules_to_save", name) for name in saved if not _ends(paths, name)]
     if unknown:
         part, name = unknown[0]
-        leaves = [path for path, module in classifier.named_modules() if not [*module.children()]]
-        names = dict.fromkeys(path.rpartition(".")[2] for path in leaves)
+        weights = [path for path, _ in classifier.named_parameters()]
+        names = dict.fromkeys(path.split(".")[-2] for path in weights)
         raise ConfigError(f"{field}.{part}: {name} is no module here: there are {', '.join(names)}")
 
 

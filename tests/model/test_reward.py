@@ -157,6 +157,11 @@ def test_a_folder_without_weights_is_refused(llama: Path, tmp_path: Path):
         build(tmp_path)
 
 
+def test_an_argument_that_the_model_does_not_take_is_named(llama: Path):
+    with pytest.raises(ConfigError, match=r"^model\.model_init_kwargs\.foo: .*; leave it out"):
+        build(llama, model_init_kwargs={"foo": 1})
+
+
 def test_the_config_is_that_of_a_one_label_classifier_with_padding(llama: Path):
     section = ModelSection(name_or_path=str(llama), eos_token="[SEP]")
     config: Any = load_config(section, load_tokenizer(section))
@@ -301,7 +306,7 @@ def test_lora_on_bfloat16_stays_in_one_type(llama: Path):
 
 
 def test_lora_on_layers_that_do_not_exist_is_refused(llama: Path):
-    with pytest.raises(ConfigError, match=r"^model\.lora: No modules were targeted"):
+    with pytest.raises(ConfigError, match=r"^model\.lora\.target_modules: no_proj is no module"):
         build(llama, lora=LoraSection(target_modules=("no_proj",)))
 
 
