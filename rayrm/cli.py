@@ -44,6 +44,7 @@ def parse_config_request(
         description=purpose,
         epilog=f"{EXIT_STATUSES}\n{list_fields(of_sweep=of_sweep)}",
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "words",

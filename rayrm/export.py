@@ -62,6 +62,7 @@ def main() -> int:
         prog="python -m rayrm.export",
         description=PURPOSE,
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="folder of a run, a checkpoint, an adapter or a model"

@@ -90,8 +90,7 @@ def sweep(
     store = RunFolder(folder)
     if store.exists(_RESULT) and store.exists("config.json"):
         _check_unchanged(store, settled)
-        logger.warning("%s is finished already; nothing to do", folder)
-        return _read(folder)
+        return _nothing_to_do(folder)
     store.create()
     with store.held():
         _check_unchanged(store, settled)
@@ -106,6 +105,14 @@ def sweep(
             job = SweepJob(shared, folder, handed, rows)
             trials = _tuner(job, len(draws)).fit()
         return _answer(replace(job, config=settled), trials, len(draws))
+
+
+def _nothing_to_do(folder: str) -> SweepResult:
+    result = _read(folder)
+    logger.warning("%s is finished already; nothing to do", folder)
+    if failed := list(result.trials["status"]).count("failed"):
+        logger.warning("%d trials failed; to try them again, remove %s/%s", failed, folder, _RESULT)
+    return result
 
 
 def _check_unchanged(store: RunFolder, config: SweepConfig) -> None:
@@ -181,7 +188,7 @@ def _tuner(job: SweepJob, configurations: int) -> tune.Tuner:
     place = f"{job.folder}/{_TUNE}"
     if tune.Tuner.can_restore(place):
         logger.info("going on with the sweep at %s", job.folder)
-        return tune.Tuner.restore(place, trainable=trainable, resume_unfinished=True)
+        return tune.Tuner.restore(place, trainable=trainable, resume_errored=True)
     search = job.config.search
     strategy = strategy_of(search, seed=job.config.run.seed)
     return tune.Tuner(

@@ -47,6 +47,17 @@ def test_an_argument_of_another_type_is_told(call: Any, arguments: dict[str, Any
     assert str(caught.value).startswith(told)
 
 
+@pytest.mark.parametrize("field", ["name_or_path", "adapter_path"])
+def test_the_folder_of_a_run_is_refused_with_that_of_its_model(
+    field: str, model: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "result.json").touch()
+    with pytest.raises(ConfigError, match=rf"^model\.{field}: .*; give {run}/model$"):
+        check(model, f"model.{field}={run}")
+
+
 def check(model: Path, *overrides: str, **datasets: Any) -> None:
     config = load_config({}, [f"model.name_or_path={model}", *overrides])
     check_before_start(config, datasets)

@@ -32,6 +32,7 @@ from rayrm.config.faults import shown
 from rayrm.config.schema import LoraSection, ModelSection
 from rayrm.errors import ConfigError
 from rayrm.model.heads import Head, find_head
+from rayrm.model.tokenizer import check_is_no_run
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def read_adapter_config(adapter_path: str) -> PeftConfig:
     Raises:
         ConfigError: the folder holds no adapter.
     """
+    check_is_no_run(adapter_path, field="model.adapter_path")
     if not Path(adapter_path, "adapter_config.json").is_file():
         raise ConfigError(
             f"model.adapter_path: {adapter_path} holds no adapter (adapter_config.json is missing)"

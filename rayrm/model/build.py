@@ -124,7 +124,6 @@ def build_reward_model(
         classifier, model, shared_prompt, train_embeddings=train_embeddings, gather=gather
     )
     reward_model.origin = _tell_origin(new_weights, reward_model.origin or str(head or ""))
-    logger.info(reward_model.origin)
     return reward_model
 
 

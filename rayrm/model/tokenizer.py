@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rayrm.config.schema import ModelSection
@@ -31,7 +32,19 @@ def resolve_name_or_path(model: ModelSection) -> str:
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not Path(name).is_dir():
         raise ConfigError(f"model.name_or_path: there is no folder {name}")
+    check_is_no_run(name, field="model.name_or_path")
     return name
+
+
+def check_is_no_run(folder: str, *, field: str) -> None:
+    """Refuse the folder of a run where that of its model is meant.
+
+    Raises:
+        ConfigError: with the model's folder.
+    """
+    place = Path(folder)
+    if (place / "result.json").is_file() and (place / "model").is_dir():
+        raise ConfigError(f"{field}: {folder} is the folder of a run; give {place / 'model'}")
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
@@ -52,6 +65,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     )
     if model.chat_template_path is not None:
         _take_chat_template(tokenizer, model.chat_template_path)
+        _check_template(tokenizer, model.chat_template_path)
     if model.eos_token is not None:
         tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "model.eos_token")
     pad_token = _choose_pad_token(tokenizer, model.pad_token)
@@ -128,6 +142,18 @@ def _take_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         logger.info("tokens added for the chat template of %s: %s", path, names)
     for role in roles:
         setattr(tokenizer, role, getattr(other, role))
+
+
+def _check_template(tokenizer: Any, path: str) -> None:
+    """Have it compiled; what a template may refuse of a conversation is no fault of its own."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello."}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"model.chat_template_path: {path}, line {error.lineno}: {error.message}"
+        ) from error
+    except Exception:  # it wants roles or arguments that the rows may have
+        return
 
 
 def _choose_pad_token(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> str:

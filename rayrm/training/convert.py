@@ -32,7 +32,7 @@ from rayrm.training.commits import (
     complete_checkpoints,
     state_file,
 )
-from rayrm.training.export import Proof, export_model, take_proof
+from rayrm.training.export import BASE, Proof, export_model, take_proof
 from rayrm.training.job import MODEL, REPORT
 from rayrm.training.storage import RunFolder
 from rayrm.training.tracking import METRICS
@@ -88,7 +88,9 @@ def convert(source: str, out: str, *, merge: bool = False, dtype: Dtype | None =
     tokenizer = load_tokenizer(section.model_copy(update={"name_or_path": origin.tokenizer_path}))
     dequantized = section.quantization is not None
     model = build_reward_model(section, tokenizer, seed=0, dequantized=dequantized).eval()
-    if origin.run is not None:
+    if origin.run is None:
+        logger.info(model.origin)
+    else:
         _load_weights(model, origin.folder)
     proof = _prove_on(model, tokenizer)
     if merge:
@@ -152,24 +154,19 @@ def find_origin(source: str) -> Origin:
         logger.info("no exported model: taking the checkpoint of step %d", saved[-1].step)
         return _of_checkpoint(place / CHECKPOINTS / saved[-1].name)
     if (place / "adapter_config.json").is_file():
-        base = read_adapter_config(source).base_model_name_or_path
-        if os.path.isabs(str(base)) and not os.path.isdir(str(base)):
-            raise ConfigError(
-                f"{source}: its base, {base}, is not there; bring it back, or write its new place "
-                "as base_model_name_or_path into adapter_config.json"
-            )
+        base = _base_of(source)
         if not adapter_has_head(source) and find_head(source, field=source) is None:
             raise ConfigError(f"{source}: this adapter has no head; it is not a reward model's")
         has_tokenizer = (place / "tokenizer_config.json").is_file()
-        told_by = source if (place / "config.json").is_file() else str(base)
+        told_by = source if (place / "config.json").is_file() else base
         config = _read_config(told_by)
         section = ModelSection(
-            name_or_path=str(base),
+            name_or_path=base,
             adapter_path=source,
             dtype=_dtype_of(config),
             quantization=getattr(config, "base_quantization", None),
         )
-        tokenizer_path = source if has_tokenizer else str(base)
+        tokenizer_path = source if has_tokenizer else base
         return Origin(section, tokenizer_path, source, reward_moments=_moments_of(config))
     if (place / "config.json").is_file():
         config = _read_config(source)
@@ -179,6 +176,32 @@ def find_origin(source: str) -> Origin:
     raise ConfigError(
         f"{source}: is neither a run of rayrm, one of its checkpoints, an adapter nor a model"
     )
+
+
+def _base_of(adapter: str) -> str:
+    """Return the base that an adapter names, or that beside it where its folder was moved.
+
+    Raises:
+        ConfigError: it is not there, or its weights are links to what is not.
+    """
+    base = str(read_adapter_config(adapter).base_model_name_or_path)
+    if not os.path.isabs(base):
+        return base
+    beside = os.path.join(adapter, BASE)
+    if not os.path.isdir(base) and os.path.isdir(beside):
+        base = beside
+    if not os.path.isdir(base):
+        raise ConfigError(
+            f"{adapter}: its base, {base}, is not there; bring it back, or write its new place "
+            "as base_model_name_or_path into adapter_config.json"
+        )
+    for file in Path(base).iterdir():
+        if not file.exists():
+            raise ConfigError(
+                f"{adapter}: the weights of its base are those at {os.readlink(file)}, which is "
+                "not there; bring it back"
+            )
+    return base
 
 
 def _check_has_head(source: str, config: Any) -> None:

@@ -33,7 +33,7 @@ from rayrm.model.tokenizer import pad_token_id, resolve_name_or_path
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative and absolute difference allowed between trained and reloaded rewards, by dtype: plain
 transformers computes the head in the model's dtype, rayrm in float32."""
-_BASE = "base"
+BASE = "base"
 _ADAPTER = "adapter_config.json"
 
 
@@ -142,7 +142,7 @@ def _write_adapter_base(
     vars(config).pop("quantization_config", None)  # the weights beside it are whole
     original = resolve_name_or_path(model)
     config.save_pretrained(folder)
-    base = Path(folder, _BASE)
+    base = Path(folder, BASE)
     own = AutoConfig.from_pretrained(
         original, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
@@ -156,7 +156,7 @@ def _write_adapter_base(
         plain.save_pretrained(base)
     else:
         # the base inside another adapter's folder may go when that goes
-        is_anothers = Path(original).name == _BASE and Path(original, "..", _ADAPTER).is_file()
+        is_anothers = Path(original).name == BASE and Path(original, "..", _ADAPTER).is_file()
         fits = own.num_labels == 1 and own.pad_token_id == config.pad_token_id
         if (fits and not is_anothers) or "://" in final_path:
             return
@@ -169,7 +169,7 @@ def _write_adapter_base(
                 (base / weights.name).symlink_to(weights.resolve())
     adapter_config = Path(folder, _ADAPTER)
     settings = json.loads(adapter_config.read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = os.path.join(final_path, _BASE)
+    settings["base_model_name_or_path"] = os.path.join(final_path, BASE)
     settings["revision"] = None
     adapter_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -264,7 +264,7 @@ def _reload(folder: str, model: ModelSection) -> Any:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     if not model.trains_adapter:
         return _load_plain(folder, config, model).eval()
-    own_base = os.path.join(folder, _BASE)
+    own_base = os.path.join(folder, BASE)
     path = own_base if os.path.isdir(own_base) else resolve_name_or_path(model)
     base = _load_plain(path, config, model)
     return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).eval()

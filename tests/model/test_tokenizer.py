@@ -136,9 +136,11 @@ def test_a_chat_template_that_cannot_be_read_is_refused(tmp_path: Path):
     word_tokenizer(chat_template=None).save_pretrained(tmp_path / "without")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "broken.jinja").write_text("{{ messages }}\n{% endfor %}")
     word_tokenizer().save_pretrained(tmp_path / "model")
     for name, what in (
         ("missing.jinja", "cannot read"),
+        ("broken.jinja", "broken.jinja, line 2: Encountered unknown tag 'endfor'"),
         ("binary", "cannot read"),
         ("without", "has no chat template of its own"),
         ("nothing", "no tokenizer could be loaded"),

@@ -151,6 +151,23 @@ def test_an_adapter_whose_base_is_gone_is_told_with_the_place_to_mend(
         convert(str(adapter), str(tmp_path / "out"), merge=True)
 
 
+def test_a_base_beside_a_moved_adapter_is_found_and_one_of_dead_links_is_told(
+    adapter: Path, model: Path, tmp_path: Path
+) -> None:
+    expected = convert(str(adapter), str(tmp_path / "before"), merge=True)
+    place = adapter / "adapter_config.json"
+    settings = json.loads(place.read_text())
+    settings["base_model_name_or_path"] = "/the/old/place/base"
+    place.write_text(json.dumps(settings))
+    (adapter / "base").mkdir()
+    for file in model.iterdir():
+        (adapter / "base" / file.name).symlink_to(file)
+    assert convert(str(adapter), str(tmp_path / "out"), merge=True) == expected
+    model.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"its base are those at {model}/.*, which is not there"):
+        convert(str(adapter), str(tmp_path / "other"), merge=True)
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")

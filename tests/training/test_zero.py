@@ -62,9 +62,9 @@ def test_extra_settings_are_laid_over_key_by_key():
 
 
 def test_a_value_takes_the_place_of_a_section_and_a_section_that_of_a_value():
-    config = config_of(extra={"zero_optimization": False, "gradient_clipping": {"max": 1}})
+    config = config_of(extra={"zero_optimization": False, "steps_per_print": {"max": 1}})
     assert config["zero_optimization"] is False
-    assert config["gradient_clipping"] == {"max": 1}
+    assert config["steps_per_print"] == {"max": 1}
 
 
 def test_neither_the_section_nor_another_config_is_changed():
