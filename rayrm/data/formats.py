@@ -60,7 +60,8 @@ def _read_object(raw: str) -> Row:
     except ValueError as error:
         refuse("unparsable", f"not JSON: {error}")
     if not isinstance(row, dict):
-        refuse("unparsable", f"the line is {in_words(row)}, not an object")
+        remedy = "; a file that is one list is named .json" if isinstance(row, list) else ""
+        refuse("unparsable", f"the line is {in_words(row)}, not an object{remedy}")
     return row
 
 

@@ -65,7 +65,8 @@ def settle_checkpoints(folder: RunFolder) -> tuple[Saved, ...]:
     recorded = _read_record(folder)
     found = {name: _inspect(folder, name) for name in there.union(recorded or [])}
     complete = _complete(found.values())
-    broken = [told for name in recorded or [] if isinstance(told := found[name], str)]
+    listed = sorted(there) if recorded is None else recorded
+    broken = [told for name in listed if isinstance(told := found[name], str)]
     if recorded is not None and not broken:
         for name in there - set(recorded):
             folder.delete(f"{CHECKPOINTS}/{name}")
@@ -76,7 +77,7 @@ def settle_checkpoints(folder: RunFolder) -> tuple[Saved, ...]:
             f"{told}: no complete checkpoint is left in {folder.path(CHECKPOINTS)}; bring it back, "
             "or remove the folder of the run to begin anew"
         )
-    for told in broken:
+    for told in broken if complete else []:
         logger.warning("%s; going on from step %d instead", told, complete[-1].step)
     for name in there - {saved.name for saved in complete}:
         folder.delete(f"{CHECKPOINTS}/{name}")

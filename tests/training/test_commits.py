@@ -121,6 +121,18 @@ def test_with_a_broken_newest_checkpoint_the_one_before_counts_and_that_is_told(
     assert names(checkpoints) == ["checkpoint_1"]
 
 
+def test_a_broken_newest_checkpoint_is_told_without_a_record_too(
+    checkpoints: Path, caplog: pytest.LogCaptureFixture
+):
+    write_checkpoint(checkpoints, "checkpoint_1", step=4)
+    newest = write_checkpoint(checkpoints, "checkpoint_2", step=8)
+    (newest / "progress.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert settle(checkpoints) == [4]
+    assert f"{newest} is not complete" in caplog.text
+    assert "going on from step 4 instead" in caplog.text
+
+
 def test_where_nothing_whole_is_left_nothing_is_touched_and_nothing_begins_anew(checkpoints: Path):
     folder = write_checkpoint(checkpoints, "checkpoint_1", step=4)
     write_record(checkpoints, "checkpoint_1")
