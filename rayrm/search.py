@@ -31,6 +31,7 @@ from rayrm.preflight import (
 )
 from rayrm.proposals import Proposals, strategy_of
 from rayrm.schedulers import scheduler_for
+from rayrm.sweep_page import write_page
 from rayrm.training.job import MODEL
 from rayrm.training.storage import RunFolder
 from rayrm.trial import FINISHED, RUN, TRIALS, SweepJob, Trial, trial_name
@@ -265,6 +266,7 @@ def _answer(job: SweepJob, trials: tune.ResultGrid, configurations: int) -> Swee
     named = {"run.name": "best", "run.seed": run.run.seed + chosen["repeat"]}
     best_config = dump_config(with_values(run, named))
     (folder / _BEST).write_text(yaml.safe_dump(best_config, sort_keys=False), encoding="utf-8")
+    write_page(folder, search, rows, best=chosen["trial"])
     RunFolder(job.folder).write_json(
         _RESULT,
         {

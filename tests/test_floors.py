@@ -71,6 +71,7 @@ FLOORS = {
     "trial": 6,
     "proposals": 6,
     "schedulers": 6,
+    "sweep_page": 6,
     "search": 7,
     "cli": 8,
     "train": 8,
