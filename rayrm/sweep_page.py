@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rayrm.config.schema import Distribution, LogUniform, SearchSection
 from rayrm.training.storage import RunFolder
@@ -24,7 +25,8 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em }
 table { border-collapse: collapse; font-size: 13px }
 td, th { padding: .25em .8em; text-align: left }
-tr:nth-child(even) { background: #f4f4f4 } tr.best { font-weight: bold } svg { max-width: 100% }
+tr:nth-child(even) { background: #f4f4f4 } tr.best { font-weight: bold }
+svg { max-width: 100%; height: auto }
 .fine { color: #555; font-size: 13px }
 """
 Row = Mapping[str, Any]
@@ -118,14 +120,15 @@ def _parallel(search: SearchSection, rows: Sequence[Row]) -> Figure:
             shown = str(values[end]) if names else f"{values[end]:.3g}"
             if high > low or at:
                 where = (column, at if high > low else 0.5)
-                axes.annotate(shown, where, (4, 0), textcoords="offset points", fontsize=8)
+                offset = (4, 5 if at else -10)
+                axes.annotate(shown, where, offset, textcoords="offset points", fontsize=8)
         axes.axvline(column, color="0.7", linewidth=0.8)
     for line, colour in zip(heights, _colours(search, rows), strict=True):
         axes.plot(line, color=colour, linewidth=1.6, alpha=0.85)
     axes.set_xticks(range(len(fields)), fields)
     axes.set_yticks([])
     axes.set_frame_on(False)
-    axes.margins(x=0.08)
+    axes.margins(0.08)
     return figure
 
 
@@ -138,6 +141,7 @@ def _over_steps(search: SearchSection, rows: Sequence[Row]) -> Figure:
         if points:
             end = "o-" if row["status"] == "finished" else "x--"
             axes.plot(*zip(*points, strict=True), end, color=colour, label=row["trial"], ms=4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step (dashed: stopped or failed)")
     axes.grid(alpha=0.3)
     if len(rows) <= 16:
