@@ -91,6 +91,8 @@ def _faults_of_population(search: SearchSection) -> Iterator[str]:
                 f"search.space.{field}: pbt changes values while it trains, and cannot change "
                 f"this one; it can {', '.join(_IN_FLIGHT)}"
             )
+    if search.searcher != "random":
+        yield f"search.searcher: pbt draws its population at random, not by {search.searcher}"
     if search.repeats > 1:
         yield "search.repeats: pbt judges a population, not configurations; leave it at 1"
     if search.num_samples < 2:

@@ -19,7 +19,7 @@ from ray import tune
 from rayrm.cluster import Resources, ray_running
 from rayrm.config.loader import Source, differing_fields, dump_config, load_sweep, with_values
 from rayrm.config.schema import SearchSection, SweepConfig, WorkerRange
-from rayrm.config.space import draw_trials, trial_config
+from rayrm.config.space import Values, draw_trials, trial_config
 from rayrm.data.intake import Rows, check_reports
 from rayrm.errors import ConfigError, RayrmError
 from rayrm.launch import read_rows_with, resources_for, write_reports
@@ -30,6 +30,7 @@ from rayrm.preflight import (
     with_absolute_paths,
 )
 from rayrm.proposals import Proposals, strategy_of
+from rayrm.runners import start_runners
 from rayrm.schedulers import scheduler_for
 from rayrm.sweep_page import write_page
 from rayrm.training.job import MODEL
@@ -103,7 +104,7 @@ def sweep(
             shared = _settled_resources(settled, len(draws))
             resources = resources_for(shared.scaling, may_grow=may_grow)
             rows = _shared_rows(resources, shared, handed, store)
-            job = SweepJob(shared, folder, handed, rows)
+            job = SweepJob(shared, folder, handed, start_runners(), rows)
             trials = _tuner(job, len(draws)).fit()
         return _answer(replace(job, config=settled), trials, len(draws))
 
@@ -192,13 +193,19 @@ def _tuner(job: SweepJob, configurations: int) -> tune.Tuner:
         return tune.Tuner.restore(place, trainable=trainable, resume_errored=True)
     search = job.config.search
     strategy = strategy_of(search, seed=job.config.run.seed)
+    population: dict[str, Any] | None = None
+    proposals: Proposals | None = Proposals(strategy, configurations, search)
+    if search.scheduler == "pbt":  # which Tune has without a searcher only
+        values = [strategy.ask(number) for number in range(configurations)]
+        population, proposals = _population(values), None
     return tune.Tuner(
         trainable,
+        param_space=population,
         tune_config=tune.TuneConfig(
             metric=search.metric,
             mode=search.mode,
-            num_samples=configurations * search.repeats,
-            search_alg=Proposals(strategy, configurations, search),
+            num_samples=configurations * search.repeats if proposals else 1,
+            search_alg=proposals,
             scheduler=scheduler_for(job.config),
             max_concurrent_trials=search.max_concurrent,
             time_budget_s=None if search.time_budget is None else 60 * search.time_budget,
@@ -213,6 +220,13 @@ def _tuner(job: SweepJob, configurations: int) -> tune.Tuner:
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
+
+
+def _population(values: list[Values]) -> dict[str, Any]:
+    """Return the space of which Tune draws each of these once."""
+    numbers = tune.grid_search(list(range(len(values))))
+    drawn = tune.sample_from(lambda config: values[config["number"]])
+    return {"number": numbers, "repeat": 0, "values": drawn}
 
 
 def _name_of(trial: Any) -> str:

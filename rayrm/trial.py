@@ -1,22 +1,26 @@
-"""One trial of a sweep: a run of ``fit`` that Ray Tune asks for its evaluations."""
+"""One trial of a sweep: a run of ``fit`` that Ray Tune asks for its evaluations.
+
+Tune has a new process for each trial: what trains is loaded by the runners, which stay.
+"""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import tune
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayrm.config.loader import with_values
-from rayrm.config.schema import RunConfig, SweepConfig, TrainSection
+from rayrm.config.schema import SweepConfig, TrainSection
 from rayrm.config.space import trial_config
-from rayrm.data.intake import Rows
 from rayrm.errors import RayrmError
-from rayrm.launch import FitResult, fit_settled
 from rayrm.training.branch import begin_branch, copy_progress
 from rayrm.training.storage import RunFolder
+
+if TYPE_CHECKING:
+    from rayrm.data.intake import Rows
+    from rayrm.launch import FitResult
 
 TRIALS = "trials"
 """Folder of the trials' runs in the sweep's folder."""
@@ -39,42 +43,15 @@ class SweepJob:
     folder: str
     """The sweep's folder."""
     datasets: Mapping[str, Any]
-    rows: Rows | None
+    runners: Any
+    """Actor of ``Runners``."""
+    rows: "Rows | None"
     """Those of all trials, tokenized; null where each trial has its own."""
 
 
 def trial_name(number: int, repeat: int) -> str:
     """Return the name of a trial's run."""
     return f"{number:03d}-{repeat}"
-
-
-class Runner:
-    """The actor in which a trial's run is driven, outside the placement group that Tune made."""
-
-    def __init__(self, run: RunConfig, datasets: Mapping[str, Any], rows: Rows | None) -> None:
-        self._run = run
-        self._datasets = datasets
-        self._rows = rows
-        self._board: Any = None
-
-    def fit(self) -> FitResult | None:
-        """Train; return nothing where the run was told to stop."""
-        try:
-            return fit_settled(self._run, self._datasets, on_board=self._take, rows=self._rows)
-        except SystemExit:
-            return None
-
-    def _take(self, board: Any) -> None:
-        self._board = board
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return the lines of all evaluations so far."""
-        return [] if self._board is None else ray.get(self._board.evaluations.remote())
-
-    def stop(self) -> None:
-        """Ask the workers to finish their step, save and stop."""
-        if self._board is not None:
-            self._board.stop.remote()
 
 
 class Trial(tune.Trainable):
@@ -121,14 +98,11 @@ class Trial(tune.Trainable):
             named["tracking.wandb.group"] = job.config.run.name
         if job.config.search.scheduler == "pbt":  # trials go on from one another's evaluations
             named["train.save_steps"] = run.train.eval_steps
-        apart = PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
-        actor: Any = ray.remote(Runner)
-        actor = actor.options(num_cpus=0, max_concurrency=2, scheduling_strategy=apart)
-        runner: Any = actor.remote(with_values(run, named), dict(job.datasets), job.rows)
-        self._outcome = runner.fit.remote()
+        runner: Any = ray.get(job.runners.take.remote())
+        self._outcome = runner.fit.remote(with_values(run, named), dict(job.datasets), job.rows)
         return runner
 
-    def _final_line(self, result: FitResult | None) -> dict[str, Any]:
+    def _final_line(self, result: "FitResult | None") -> dict[str, Any]:
         if result is None:
             raise RayrmError("the run was told to stop")
         return {**result.metrics, RUN: self._run_name, FINISHED: True, "done": True}
@@ -164,4 +138,4 @@ class Trial(tune.Trainable):
         while not ended and time.monotonic() < deadline:
             self._runner.stop.remote()
             ended, _ = ray.wait([self._outcome], timeout=1)
-        ray.kill(self._runner)
+        ray.get(self._job.runners.give_back.remote(self._runner, is_free=bool(ended)))
