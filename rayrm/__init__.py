@@ -3,7 +3,6 @@
 Importing this loads neither torch nor Ray; what needs them is loaded at its first use.
 """
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from rayrm.errors import CheckpointError, ConfigError, DataError, RayrmError
 
 if TYPE_CHECKING:
     from rayrm.launch import FitResult, fit
-    from rayrm.search import SweepResult, sweep
+    from rayrm.tuning.search import SweepResult, sweep
 
 __version__ = "0.1.0"
 
@@ -28,14 +27,10 @@ __all__ = [
 
 _HOMES = {
     "FitResult": "rayrm.launch",
-    "SweepResult": "rayrm.search",
+    "SweepResult": "rayrm.tuning.search",
     "fit": "rayrm.launch",
-    "sweep": "rayrm.search",
+    "sweep": "rayrm.tuning.search",
 }
-
-
-# peft loads bitsandbytes where it is installed, which warns of a kernel that it can do without
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,14 @@ EXIT_STATUSES = """exit status:
 fields (--fields adds their types and defaults):"""
 
 
+_NOISY = (
+    # peft loads bitsandbytes, which warns of a kernel that it can do without
+    "bitsandbytes.backends.cpu.ops",
+    # Ray tells at each start that it guards its ports by a token
+    "ray._private.authentication.authentication_token_setup",
+)
+
+
 class ConfigRequest(NamedTuple):
     """A configuration as a command line names it; a path of None means the quickstart."""
 
@@ -74,6 +82,8 @@ def exit_status(action: Callable[[], None]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("rayrm").setLevel(logging.INFO)
+    for noisy in _NOISY:
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray, once it starts
     try:
         action()

@@ -11,7 +11,9 @@ def tune(request: ConfigRequest) -> None:
     """Sweep as the command line asks and say what was best."""
     config = load_sweep(request.path, request.overrides)
     check_space(config)
-    from rayrm.search import sweep  # loads torch and Ray, which a wrong configuration never needs
+    from rayrm.tuning.search import (
+        sweep,  # loads torch and Ray, which a wrong configuration never needs
+    )
 
     result = sweep(config)
     metric = config.search.metric

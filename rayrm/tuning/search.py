@@ -29,13 +29,13 @@ from rayrm.preflight import (
     check_search,
     with_absolute_paths,
 )
-from rayrm.proposals import Proposals, strategy_of
-from rayrm.runners import start_runners
-from rayrm.schedulers import scheduler_for
-from rayrm.sweep_page import write_page
 from rayrm.training.job import MODEL
 from rayrm.training.storage import RunFolder
-from rayrm.trial import FINISHED, RUN, TRIALS, SweepJob, Trial, trial_name
+from rayrm.tuning.page import write_page
+from rayrm.tuning.proposals import Proposals, strategy_of
+from rayrm.tuning.runners import start_runners
+from rayrm.tuning.schedulers import scheduler_for
+from rayrm.tuning.trial import FINISHED, RUN, TRIALS, SweepJob, Trial, trial_name
 
 if TYPE_CHECKING:
     import pandas

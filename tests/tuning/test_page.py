@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayrm.config.schema import Choice, LogUniform, SearchSection
-from rayrm.sweep_page import importance, write_page
+from rayrm.tuning.page import importance, write_page
 
 SEARCH = SearchSection(
     metric="eval_accuracy",

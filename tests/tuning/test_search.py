@@ -16,7 +16,7 @@ import ray.data
 from rayrm.config.loader import load_config, load_sweep
 from rayrm.config.schema import SearchSection
 from rayrm.errors import ConfigError
-from rayrm.search import best_row, judge, sweep
+from rayrm.tuning.search import best_row, judge, sweep
 from tests.runs import NUM_PAIRS, rows_file, text_rows
 from tests.wandb_file import read_wandb_file, read_wandb_group
 
@@ -234,7 +234,7 @@ def test_two_sweeps_at_once_share_a_ray_read_their_rows_once_and_leave_nothing_h
 
 
 def test_a_shipped_sweep_searches_rate_centering_and_rank() -> None:
-    config = load_sweep(Path(__file__).parents[1] / "configs" / "sweep.yaml")
+    config = load_sweep(Path(__file__).parents[2] / "configs" / "sweep.yaml")
     assert list(config.search.space) == [
         "train.learning_rate",
         "loss.center_rewards_coefficient",

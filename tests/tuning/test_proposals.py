@@ -10,7 +10,7 @@ from ray.tune.search import Searcher
 
 from rayrm.config.schema import SearchSection
 from rayrm.config.space import Values
-from rayrm.proposals import Proposals, RandomStrategy, strategy_of
+from rayrm.tuning.proposals import Proposals, RandomStrategy, strategy_of
 
 SPACE = {
     "train.learning_rate": {"type": "log_uniform", "low": 1e-6, "high": 1e-1},

@@ -3,7 +3,7 @@
 import pytest
 
 from rayrm.config.schema import Choice, LogUniform, RandInt, SearchSection
-from rayrm.schedulers import within_space
+from rayrm.tuning.schedulers import within_space
 
 SPACE = SearchSection(
     space={

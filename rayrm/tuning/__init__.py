@@ -1,0 +1,1 @@
+"""Sweeps: what is tried, on Ray Tune, and what is answered."""
