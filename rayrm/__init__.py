@@ -10,7 +10,8 @@ from rayrm.errors import CheckpointError, ConfigError, DataError, RayrmError
 
 if TYPE_CHECKING:
     from rayrm.launch import FitResult, fit
-    from rayrm.tuning.search import SweepResult, sweep
+    from rayrm.tuning.answer import SweepResult
+    from rayrm.tuning.search import sweep
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,7 @@ __all__ = [
 
 _HOMES = {
     "FitResult": "rayrm.launch",
-    "SweepResult": "rayrm.tuning.search",
+    "SweepResult": "rayrm.tuning.answer",
     "fit": "rayrm.launch",
     "sweep": "rayrm.tuning.search",
 }

@@ -16,7 +16,8 @@ import ray.data
 from rayrm.config.loader import load_config, load_sweep
 from rayrm.config.schema import SearchSection
 from rayrm.errors import ConfigError
-from rayrm.tuning.search import best_row, judge, sweep
+from rayrm.tuning.answer import best_row, judge
+from rayrm.tuning.search import sweep
 from tests.runs import NUM_PAIRS, rows_file, text_rows
 from tests.wandb_file import read_wandb_file, read_wandb_group
 
