@@ -63,7 +63,8 @@ def standing(trials: Sequence[Any], search: SearchSection) -> str:
 def _state_of(trial: Any) -> str:
     if trial.last_result.get(FINISHED):
         return "finished"
-    return {"TERMINATED": "stopped", "ERROR": "failed"}.get(trial.status, trial.status.lower())
+    status = str(trial.status)
+    return {"TERMINATED": "stopped", "ERROR": "failed"}.get(status, status.lower())
 
 
 def _short(value: Any) -> str:
