@@ -106,6 +106,9 @@ def fit_settled(
     """
     handed = dict(datasets)
     check_before_start(settled, handed)
+    for name in ("train", "eval"):
+        if name in handed and getattr(settled.data, name):
+            logger.warning("the rows of datasets take the place of data.%s", name)
     folder = RunFolder(f"{settled.run.output_dir.rstrip('/')}/{settled.run.name}")
     finished = _finished(folder, settled)
     stamps = (folder.read_json(REPORT) or {}).get("files", {})

@@ -17,6 +17,8 @@ from rayrm.model.tokenizer import load_tokenizer
 from rayrm.training.schedule import check_schedule
 from rayrm.training.tracking import choose_mode, has_key
 
+_HANDED = ("ray", "datasets")
+"""Packages whose data sets are taken."""
 _IN_FLIGHT = (
     "train.learning_rate",
     "train.weight_decay",
@@ -102,6 +104,17 @@ def _faults_of_population(search: SearchSection) -> Iterator[str]:
 def _faults_of_data(config: RunConfig, datasets: dict[str, Any]) -> Iterator[str]:
     for name in sorted(set(datasets) - {"train", "eval"}):
         yield f"datasets: unknown key {name!r}; give train and eval"
+    given = {**eval_names(config, datasets)} if "eval" in datasets else {}
+    given |= {"train": datasets["train"]} if "train" in datasets else {}
+    for name, rows in given.items():
+        if (
+            not isinstance(rows, list | tuple)
+            and type(rows).__module__.split(".")[0] not in _HANDED
+        ):
+            yield (
+                f"datasets: {name!r} is a {type(rows).__name__}; hand over a ray.data.Dataset, a "
+                "datasets.Dataset or a list of rows; a path goes into data.train or data.eval"
+            )
     if not config.data.train and "train" not in datasets:
         yield "data.train: no source; name one, or hand fit() a data set"
     for name in config.data.columns:

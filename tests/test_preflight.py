@@ -173,6 +173,18 @@ def test_data_sets_of_an_unknown_name_are_refused(model: Path, name: str):
         check(model, **{name: ROWS})
 
 
+@pytest.mark.parametrize(
+    ("datasets", "told"),
+    [
+        ({"train": "x.jsonl"}, "^datasets: 'train' is a str; hand over a ray.data.Dataset, "),
+        ({"eval": {"a": ROWS, "b": None}}, "^datasets: 'eval_b' is a NoneType; hand over "),
+    ],
+)
+def test_rows_of_another_type_are_refused(model: Path, datasets: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        check(model, "data.train=x.jsonl", **datasets)
+
+
 @pytest.fixture
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that relative paths begin at; home is one above."""
